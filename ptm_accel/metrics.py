@@ -47,6 +47,17 @@ _MOVES = tuple(field.name for field in fields(Reading) if field.name not in ("st
 """The totals that evaluations add to as well; their passes are not in the tally."""
 
 
+@dataclass(slots=True)
+class TokenCount:
+    """Tokens of all batches of training, of all processes; added up by whoever has the batches.
+
+    Attributes:
+        total: how many so far, padding included.
+    """
+
+    total: int = 0
+
+
 class Metrics:
     """Reads the counters of one engine's memory, which count all models on the same tiers.
 
@@ -56,7 +67,7 @@ class Metrics:
 
     Attributes:
         steps: how many have ended.
-        tokens: of all batches of training so far, where they are text; counted by who has them.
+        tokens: of batches of text.
         rates: of the link between the compute tier and its backing store, where they are known.
         disk_rates: of the disk below host memory that is the backing store of a device, where they are known.
         shards: what ranks have gathered and reduced, where the model is sharded over them.
@@ -71,7 +82,8 @@ class Metrics:
         self.shards: ShardStats | None = None
         self.staleness: Staleness | None = None
         self._logged_staleness = (0, 0)
-        self.steps = self.tokens = 0
+        self.steps = 0
+        self.tokens = TokenCount()
         self._all_steps_s = 0.0
         self._ended_s: float | None = None
         self._steps_s: list[float] = []
@@ -125,7 +137,7 @@ class Metrics:
         stats, timeline, shards = pool.stats, pool.timeline, self.shards or ShardStats()
         return Reading(
             steps=self.steps,
-            tokens=self.tokens,
+            tokens=self.tokens.total,
             steps_s=self._all_steps_s,
             faults=stats.faults,
             hits=stats.hits,

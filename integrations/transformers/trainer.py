@@ -20,6 +20,7 @@ from ptm_accel.engine import Engine
 from ptm_accel.environment import agreed, speak
 from ptm_accel.errors import PagedModelError, UnsupportedError
 from ptm_accel.memory.snapshot import keep_snapshot
+from ptm_accel.metrics import TokenCount
 from ptm_accel.optim.support import blank_state
 
 from ..accelerate import PTMAccelerator
@@ -61,6 +62,7 @@ class PTMTrainerMixin(PagedCheckpoints, MicroBatches, KnownLoop):
 
     ptm_config: PTMConfig | None = None
     _runs = False
+    _tokens: TokenCount | None = None
 
     def __init__(
         self,
@@ -223,6 +225,8 @@ class PTMTrainerMixin(PagedCheckpoints, MicroBatches, KnownLoop):
         """
         before = {name: getattr(self, name) for name in _MADE_IN_TRAINING}
         outermost, self._runs = not self._runs, True
+        # Of the model that is trained now.
+        self._tokens = None
         try:
             with self._safe_points.watched():
                 yield
@@ -256,16 +260,17 @@ class PTMTrainerMixin(PagedCheckpoints, MicroBatches, KnownLoop):
         if not self._losses:
             # Otherwise updates may have begun, and the step is soon over.
             self._safe_points.check()
-        self._count_tokens(args[1] if len(args) > 1 else kwargs.get("inputs"))
+        batch = args[1] if len(args) > 1 else kwargs.get("inputs")
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+        if isinstance(ids, torch.Tensor):
+            if self._tokens is None and self._engine is not None:
+                self._tokens = self._engine.metrics.tokens
+            if self._tokens is not None:
+                # As many in each process.
+                self._tokens.total += ids.numel() * self.args.world_size
         if self._batches:
             return self._step_by_layer(super().training_step, *args, **kwargs)
         return super().training_step(*args, **kwargs)
-
-    def _count_tokens(self, batch: Any) -> None:
-        """Counts the tokens of a batch of text, and as many of each other process."""
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if isinstance(ids, torch.Tensor) and self._engine is not None:
-            self._engine.metrics.tokens += ids.numel() * self.args.world_size
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As in the Trainer."""

@@ -512,6 +512,6 @@ def test_tokens_of_text_are_counted(tiny: ModuleType, tmp_path: Path) -> None:
     trainer = Trainer(tiny.model(), arguments, train_dataset=tiny.data(length=24), ptm_config={"host_memory": "64MiB"})
     trainer.train()
     metrics = trainer._engine.metrics
-    assert metrics.tokens == 4 * 2 * 2 * 24
+    assert metrics.tokens.total == 4 * 2 * 2 * 24
     assert all(line["ptm_tokens_s"] > 0 for line in trainer.state.log_history[1:] if "loss" in line)
     assert re.search(r"^4 steps of .* s \(median .* s\), [\d,]+ tokens/s\n", metrics.summary())
