@@ -24,8 +24,8 @@ class Reading:
     """Running totals of training at one moment; differences of two readings describe what lies between."""
 
     steps: int
-    tokens: int
-    steps_s: float
+    timed_tokens: int
+    timed_s: float
     faults: int
     hits: int
     loaded_bytes: int
@@ -43,7 +43,9 @@ class Reading:
 _DAY_S = 24 * 60 * 60
 _WARM_UP = 3
 """Steps before plans are carried out and memory has been touched; the summary's times leave them out."""
-_MOVES = tuple(field.name for field in fields(Reading) if field.name not in ("steps", "tokens", "steps_s", "tally"))
+_MOVES = tuple(
+    field.name for field in fields(Reading) if field.name not in ("steps", "timed_tokens", "timed_s", "tally")
+)
 """The totals that evaluations add to as well; their passes are not in the tally."""
 
 
@@ -84,7 +86,8 @@ class Metrics:
         self._logged_staleness = (0, 0)
         self.steps = 0
         self.tokens = TokenCount()
-        self._all_steps_s = 0.0
+        # Of steps whose time is known alone: the first one, and one after an evaluation or a save, is not.
+        self._timed_s, self._timed_tokens, self._tokens_before = 0.0, 0, 0
         self._ended_s: float | None = None
         self._steps_s: list[float] = []
         # What evaluations have moved, and the totals when the one began that is under way.
@@ -99,7 +102,9 @@ class Metrics:
         now = time.perf_counter()
         if self._ended_s is not None:
             self._steps_s.append(now - self._ended_s)
-            self._all_steps_s += self._steps_s[-1]
+            self._timed_s += self._steps_s[-1]
+            self._timed_tokens += self.tokens.total - self._tokens_before
+        self._tokens_before = self.tokens.total
         self._ended_s = now
         self.steps += 1
         if self.steps == _WARM_UP:
@@ -137,8 +142,8 @@ class Metrics:
         stats, timeline, shards = pool.stats, pool.timeline, self.shards or ShardStats()
         return Reading(
             steps=self.steps,
-            tokens=self.tokens.total,
-            steps_s=self._all_steps_s,
+            timed_tokens=self._timed_tokens,
+            timed_s=self._timed_s,
             faults=stats.faults,
             hits=stats.hits,
             loaded_bytes=stats.loaded_bytes,
@@ -186,8 +191,8 @@ class Metrics:
 
     def _tokens_s(self, before: Reading, now: Reading) -> float:
         """Tokens that the processes took in a second of steps between two readings; 0 where that is not known."""
-        seconds = now.steps_s - before.steps_s
-        return (now.tokens - before.tokens) / seconds if seconds > 0 else 0.0
+        seconds = now.timed_s - before.timed_s
+        return (now.timed_tokens - before.timed_tokens) / seconds if seconds > 0 else 0.0
 
     def _bound(self, before: Reading, now: Reading) -> tuple[float, Resource] | None:
         """The least that a step between two readings could have taken, and by what; None where that is not known."""

@@ -86,6 +86,23 @@ def test_what_is_between_two_trainings_is_no_step(monkeypatch: pytest.MonkeyPatc
         assert metrics._steps_s == [2.0, 2.0, 2.0]
 
 
+def test_tokens_count_where_the_time_of_their_step_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not those of the first step, nor of one after a save, whose time nobody knows."""
+    with trained(tmp_path, 0) as engine:
+        clock = [0.0]
+        monkeypatch.setattr("ptm_accel.metrics.time.perf_counter", lambda: clock[0])
+        metrics = Metrics(engine.memory, Tally())
+        for number in range(8):
+            clock[0] += 2.0
+            metrics.tokens.total += 100
+            metrics.step_ended()
+            if number in (1, 5):
+                metrics.rest()
+                clock[0] += 1000.0
+        assert metrics.since_last()["ptm_tokens_s"] == 50
+        assert metrics.summary().startswith("8 steps of 2.000 s (median 2.000 s), 50 tokens/s\n")
+
+
 def test_steps_of_several_kinds_are_not_shown_below_their_bound(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

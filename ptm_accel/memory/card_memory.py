@@ -79,7 +79,7 @@ class Allocator(Protocol):
 
 
 class CardMemory:
-    """Hands out buffers of a card's memory.
+    """Allocates buffers of a card's memory.
 
     Args:
         allocator: where it comes from.

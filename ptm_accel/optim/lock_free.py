@@ -113,7 +113,7 @@ class LockFreeUpdates(Updates):
             self._fail(self._sweeps.error)
 
     def step(self, work: Work, scale: torch.Tensor | None, hyper: list[dict[str, Any]], *, overlaps: bool) -> None:
-        """Hands gradients over, takes what was published, and waits at the bound; see `Updates.step`.
+        """Adds gradients to those that wait, adopts published values, and waits at the bound; see `Updates.step`.
 
         Raises:
             UnsupportedError: a parameter was changed in place in a forward or backward, while gradients of it waited.
