@@ -167,6 +167,11 @@ class Chained:
         self._error: BaseException | None = None
         self._lock = threading.RLock()
 
+    @property
+    def begun(self) -> Transfer:
+        """The copy, once it has started; until then this."""
+        return self if self._copy is None else self._copy
+
     def done(self) -> bool:
         """Returns whether it has ended, well or not; starts the copy if it can start now."""
         if not self._lock.acquire(blocking=False):

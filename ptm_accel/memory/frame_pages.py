@@ -63,9 +63,11 @@ class Page:
         reads: device copies from the frame, likewise.
         mappings: snapshots that map the frame and may still be alive.
         holds: how many `HeldRun`s keep the frame.
+        key: names it from step to step: a gradient gets a new handle in each.
+        due: number of its next use, as foretold by `FrameOrder`.
     """
 
-    __slots__ = ("frame", "handle", "holds", "mappings", "nbytes", "reads", "slot", "state", "writes")
+    __slots__ = ("due", "frame", "handle", "holds", "key", "mappings", "nbytes", "reads", "slot", "state", "writes")
 
     def __init__(self, handle: FrameHandle, nbytes: int, frame: Frame) -> None:
         self.handle = handle
@@ -77,6 +79,8 @@ class Page:
         self.reads: tuple[Transfer, ...] = ()
         self.mappings: tuple[weakref.ref[MappedRun], ...] = ()
         self.holds = 0
+        self.key = (handle.name, len(handle.pages))
+        self.due = 0
 
     def may_leave(self) -> bool:
         """Returns whether its frame can be given to another page."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from ptm_accel.errors import BudgetError
 from ptm_accel.memory.budget import Tag
 from ptm_accel.memory.copies import finish, raise_first, settle
+from ptm_accel.memory.frame_order import FrameOrder
 from ptm_accel.memory.frame_pages import FileStore, FrameHandle, Page, PageState
 from ptm_accel.memory.frames import Frame, FramePool
 from ptm_accel.memory.swap_space import SwapSpace
@@ -29,8 +30,8 @@ class FramedPages:
     def __init__(self, frames: FramePool, disk: FileStore | None) -> None:
         self._frames = frames
         self._swap = None if disk is None else SwapSpace(disk, frames.frame_bytes)
-        # Pages that have a frame, least recently used first.
-        self._framed: OrderedDict[Page, None] = OrderedDict()
+        # Pages that have a frame.
+        self._framed = FrameOrder()
         # Frames that nobody wants any more, with the transfers that still use them.
         self._ending: deque[tuple[Frame, Sequence[Transfer]]] = deque()
         self._lock = threading.RLock()
@@ -87,7 +88,7 @@ class FramedPages:
         if page.writes:
             page.writes = tuple(w for w in page.writes if not w.done() or (not whole and settle([w]) is not None))
         page.state = PageState.FRAME
-        self._framed.move_to_end(page)
+        self._framed.use(page)
         assert page.frame is not None
         return page.frame
 
@@ -105,7 +106,7 @@ class FramedPages:
 
     def _framed_clean(self, page: Page, frame: Frame) -> None:
         page.frame, page.state, page.handle.runs = frame, PageState.CLEAN, None
-        self._framed[page] = None
+        self._framed.add(page)
 
     def _to_disk(self, page: Page) -> None:
         """Leaves a page with its slot alone: BLANK, FRAME (written), CLEAN -> DISK."""
@@ -114,7 +115,7 @@ class FramedPages:
         frame, page.frame, page.handle.runs = page.frame, None, None
         page.reads, page.writes = (), ()
         page.state = PageState.DISK
-        del self._framed[page]
+        self._framed.remove(page)
         self._frames.give(frame)
 
     def _drop_slot(self, page: Page) -> None:
@@ -272,18 +273,18 @@ class FramedPages:
                 return
 
     def _victims(self, nbytes: int, keep: FrameHandle | None = None) -> list[Page]:
-        """Returns the least recently used pages whose frames make `nbytes` free; none if all together do not."""
+        """Returns the pages that leave first whose frames make `nbytes` free; none if all together do not."""
         if self._swap is None:
             return []
         # Free bytes may lie in runs that are too short: then one more page, at least, has to go.
         missing = max(nbytes - self._frames.budget.free_bytes, 1)
+        self._framed.learns = True
         victims: list[Page] = []
-        for page in self._framed:
-            if page.handle is not keep and page.may_leave():
-                victims.append(page)
-                missing -= page.nbytes
-                if missing <= 0:
-                    return victims
+        for page in self._framed.leaving(keep):
+            victims.append(page)
+            missing -= page.nbytes
+            if missing <= 0:
+                return victims
         return []
 
     def _slot(self, page: Page, admitting: bool) -> Any:

@@ -91,7 +91,7 @@ class HostStore(FramedPages):
         return self._frames.budget
 
     def new(self, nbytes: int, tag: Tag, name: str) -> FrameHandle:
-        """Secures room for `nbytes` in frames, spilling the least recently used pages of others if need be.
+        """Secures room for `nbytes` in frames, spilling pages of others if need be (`FrameOrder`).
 
         Raises:
             BudgetError: frames and disk together have no room.
@@ -107,7 +107,7 @@ class HostStore(FramedPages):
                     size = min(self._frames.frame_bytes, handle.nbytes - start)
                     page = Page(handle, size, self._room(size, tag, name, admitting=True))
                     handle.pages.append(page)
-                    self._framed[page] = None
+                    self._framed.add(page)
             except BaseException:
                 self.free(handle)
                 raise
@@ -127,7 +127,7 @@ class HostStore(FramedPages):
                 if page.frame is None:
                     settle(running)
                     continue
-                del self._framed[page]
+                self._framed.remove(page)
                 if running:
                     # The thread goes on: the frame is free as soon as they have ended.
                     self._ending.append((page.frame, running))
@@ -192,7 +192,7 @@ class HostStore(FramedPages):
                     if page.state is PageState.DISK:
                         self._load_runs(runs.taken(), into, copies, behind)
                         self._read(page)
-                    self._framed.move_to_end(page)
+                    self._framed.use(page)
                     runs.add(page, start, stop, at)
                 self._load_runs(runs.taken(), into, copies, behind)
             except BaseException:
@@ -246,6 +246,11 @@ class HostStore(FramedPages):
             for page, _, stop, at in into.spans(0, handle.nbytes):
                 self._to_frame(page, whole=True).view(0, stop).copy_(octets[at : at + stop])
 
+    def end_step(self) -> None:
+        """A step has ended, which the next one repeats: pages leave by their next use from then on."""
+        with self._lock:
+            self._framed.end_step()
+
     @property
     def page_bytes(self) -> int:
         """The size of all pages of a handle but the last."""
@@ -283,7 +288,7 @@ class HostStore(FramedPages):
             written: dict[Transfer, None] = {}
             read: dict[Transfer, None] = {}
             for page in pages:
-                self._framed.move_to_end(page)
+                self._framed.use(page)
                 page.holds += 1
                 page.reads = _running(page.reads)
                 written |= dict.fromkeys(page.writes)
@@ -398,9 +403,11 @@ class HostStore(FramedPages):
         """
         for page in handle.pages:
             self._look_at_ended(page)
-            if page.frame is not None:
-                self._framed.move_to_end(page)
-        return whole_runs(handle)
+        runs = whole_runs(handle)
+        if runs is not None:
+            for page in handle.pages:
+                self._framed.use(page)
+        return runs
 
     def _store_runs(self, runs: Iterable[FrameRun], source: torch.Tensor, copies: list[Transfer]) -> None:
         """Starts copying to the pages of some runs."""
@@ -435,6 +442,7 @@ class HostStore(FramedPages):
     def _running_reads(self, page: Page) -> Sequence[Transfer]:
         """Returns the device copies that may still read a page's frame; the others have been waited for."""
         if page.reads:
+            page.reads = tuple(read.begun if isinstance(read, Chained) else read for read in page.reads)
             if not all(map(self.device.is_own, page.reads)):
                 # Errors are for those who wait for them.
                 settle(page.reads)

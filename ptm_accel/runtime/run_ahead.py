@@ -222,6 +222,8 @@ class RunAhead(Following):
         self.step.end()
         self._evaluates = False
         self.evaluation(False)
+        if isinstance(self._pool.backing, HostStore):
+            self._pool.backing.end_step()
         if self.enabled:
             self._clock.begin_update()
 
