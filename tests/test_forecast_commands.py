@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,22 @@ from ptm_accel.errors import BudgetError, ConfigError, PTMError, UnsupportedErro
 RUNNER = CliRunner()
 ASKED = ("--page_size", "4096", "--batch_size", "2", "--length", "24")
 ON_GPU = ("--gpu", "5MB@165TFLOPS", "--ram", "64MB")
+
+LOADED = """
+import gc, json, sys
+from ptm_accel import cli
+try:
+    cli.main(sys.argv[1:])
+finally:
+    unneeded = {
+        "datasets", "pandas", "peft", "ptm_accel.engine", "ptm_accel.integrations.accelerate", "ptm_accel.pages",
+        "ptm_accel.training", "scipy", "sklearn", "torch._inductor.compile_fx", "torch.utils.tensorboard",
+        "torchvision", "transformers.data", "transformers.trainer", "transformers.training_args", "trl",
+    }
+    found = {"unneeded": sorted(unneeded & sys.modules.keys()), "left out of collections": gc.get_freeze_count()}
+    print(json.dumps(found))
+"""
+"""A command in a process of its own, which tells what it has loaded."""
 
 
 @pytest.fixture
@@ -124,6 +142,20 @@ def test_optimizers_and_processes(model: str) -> None:
     assert two["budgets"]["ram"] == adamw["budgets"]["ram"] // 2
     assert two["tokens_s"] == pytest.approx(2 * 48 / two["step_s"])
     assert "GPU of each process" in said("estimate", model, *ON_GPU, "--processes", "2")
+
+
+@pytest.mark.process
+def test_a_forecast_loads_what_it_needs(model: str) -> None:
+    """The half of its time goes into imports; in a new process, as this one has imported everything."""
+    words = ["estimate", model, *ASKED, *ON_GPU]
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, *words], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("It fits. ")
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["unneeded"] == []
+    assert told["left out of collections"] > 100_000, "what was imported is looked through for garbage again and again"
 
 
 def test_for_programs(model: str) -> None:

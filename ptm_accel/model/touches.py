@@ -124,9 +124,10 @@ class _Follower(Meter):
         self.touches = [Touch(-1)]
         self._numbers = {storage_key(param): number for number, param in enumerate(params)}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def carried_out(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """See `Meter.carried_out`."""
         made_bytes = self.made_bytes
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().carried_out(func, args, kwargs)
         backward = torch._C._current_graph_task_id() != -1
         for value in tree_leaves(args):
             number = self._numbers.get(storage_key(value)) if isinstance(value, torch.Tensor) else None
@@ -137,7 +138,7 @@ class _Follower(Meter):
                     self._numbers[storage_key(result)] = number
         if self.touches[-1].backward is not backward:
             self.touches.append(Touch(-1, backward))
-        if flops := _flops(func, args, kwargs or {}, result):
+        if flops := _flops(func, args, kwargs, result):
             self.touches[-1].flops += flops
         else:
             self.touches[-1].made_bytes += self.made_bytes - made_bytes

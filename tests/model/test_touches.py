@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ptm_accel.model.forecast import ShapeSpec, forecast
+from ptm_accel.model.forecast import Meter, ShapeSpec, forecast
 from ptm_accel.model.touches import Touch, Touched, touches_of
 
 ROWS, WIDTH, LAYERS = 8, 16, 3
@@ -119,6 +121,21 @@ def test_operations_of_a_llama(checkpointing: bool, backwards: int) -> None:
     least = backwards * 2 * tokens * layers + 2 * 2 * tokens * head
     # A backward computes the scores of attention again: five products for two.
     assert least < found.flops(backward=True) <= least + (2.5 + checkpointing) * attention
+
+
+def test_asking_for_a_device_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of the calls that arrive in a pass are such; each took as long as an operation."""
+    carried_out = Meter.carried_out
+    followed: list[Any] = []
+
+    def noted(self: Meter, func: Any, args: Any, kwargs: Any) -> Any:
+        followed.append(func)
+        return carried_out(self, func, args, kwargs)
+
+    monkeypatch.setattr(Meter, "carried_out", noted)
+    touches_of(llama(), batch_of(1, 16))
+    assert followed.count(torch.ops.aten.mm.default) > 0
+    assert torch.ops.prim.device.default not in followed
 
 
 def test_autocast_uses_parameters_through_their_copies() -> None:
