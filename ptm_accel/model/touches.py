@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -135,7 +136,7 @@ class _Follower(Meter):
                 self._touch(number, backward=backward)
                 if func is CAST:
                     # Its copy in lower precision, which is used in its place.
-                    self._numbers[storage_key(result)] = number
+                    self._take_for(result, number)
         if self.touches[-1].backward is not backward:
             self.touches.append(Touch(-1, backward))
         if flops := _flops(func, args, kwargs, result):
@@ -149,6 +150,12 @@ class _Follower(Meter):
         super().arrived(param)
         number = self._numbers[storage_key(param)]
         self.touches.append(Touch(number, backward=True, gradient=True, gradient_bytes=param.nbytes))
+
+    def _take_for(self, copy: torch.Tensor, number: int) -> None:
+        """Takes a copy for its parameter, as long as it lives: its address is another tensor's afterwards."""
+        key = storage_key(copy)
+        self._numbers[key] = number
+        weakref.finalize(copy.untyped_storage(), self._numbers.pop, key)
 
     def _touch(self, number: int, *, backward: bool) -> None:
         last = self.touches[-1]

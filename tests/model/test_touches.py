@@ -138,6 +138,15 @@ def test_asking_for_a_device_is_not_followed(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.ops.prim.device.default not in followed
 
 
+def test_a_copy_is_taken_for_its_parameter_while_it_lives() -> None:
+    """What other tensors have its address afterwards differs from call to call."""
+    model = llama()
+    model.activation_checkpointing_enable()
+    plain, *cast = (touches_of(model, batch_of(1, 16), autocast_dtype=dtype) for dtype in (None, *[torch.bfloat16] * 3))
+    uses = [[(touch.number, touch.backward, touch.gradient) for touch in found.touches] for found in (plain, *cast)]
+    assert all(each == uses[0] for each in uses)
+
+
 def test_autocast_uses_parameters_through_their_copies() -> None:
     found = touches_of(llama(), batch_of(1, 16), autocast_dtype=torch.bfloat16)
     used = {touch.number for touch in found.touches if not touch.backward and touch.flops}
