@@ -10,20 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ptm_accel.commands.hardware_options import (
-    CpuOption,
-    GpuOption,
-    LinkOption,
-    LoraOption,
-    OptimOption,
-    RamOption,
-    SsdOption,
-    model_of,
-    work_of,
-)
+from ptm_accel.commands.asking import Asked, asking
 from ptm_accel.commands.showing import show
-from ptm_accel.config import DEFAULT_PAGE_SIZE, PTMConfig
-from ptm_accel.hardware.described import described
 from ptm_accel.units import format_bytes
 
 if TYPE_CHECKING:
@@ -32,40 +20,21 @@ if TYPE_CHECKING:
     from ptm_accel.outlook import Work
 
 
+@asking
 def estimate(
-    model: Annotated[str, typer.Argument(help="A model id, or a directory with a config.json; no weights are read.")],
-    batch_size: Annotated[int, typer.Option("--batch_size", "--batch-size", min=1, help="Sequences in a batch.")] = 1,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 512,
-    dtype: Annotated[str, typer.Option(help="Dtype of the parameters: float32, bfloat16 or float16.")] = "float32",
+    asked: Asked,
+    *,
     bf16: Annotated[bool, typer.Option("--bf16", help="Autocast, as bf16=True of the Trainer; --dtype stays.")] = False,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="With activation checkpointing.")] = False,
-    master_weights: Annotated[str, typer.Option("--master_weights", "--master-weights", help="fp32 or none.")] = "none",
-    page_size: Annotated[
-        str, typer.Option("--page_size", "--page-size", help="Size of a page; less for a small model.")
-    ] = DEFAULT_PAGE_SIZE,
-    processes: Annotated[int, typer.Option(min=1, help="Processes with shard: full; figures are of each.")] = 1,
-    optim: OptimOption = "adamw",
-    lora: LoraOption = None,
-    gpu: GpuOption = None,
-    ram: RamOption = None,
-    ssd: SsdOption = None,
-    link: LinkOption = None,
-    cpu: CpuOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
     """Tells what training a model needs, and whether it fits a machine that you describe, which need not be there.
 
     ptm-accel estimate Qwen/Qwen3-8B --dtype bfloat16 --checkpointing --length 2048 --gpu 4090 --ram 96GB
     """
-    hardware = described(gpu, ram, ssd, link, cpu)
-    options = PTMConfig(master_weights=master_weights, page_size=page_size)
-    masters = options.master_weights is not None
-    meta = model_of(model, dtype, lora, checkpointing=checkpointing)
+    hardware, options = asked.hardware(), asked.configured()
+    meta = asked.meta()
     if hardware is not None:
-        work = work_of(
-            meta, batch_size, length, optim, masters=masters, page_size=page_size, processes=processes, bf16=bf16
-        )
-        _show_forecast(work, hardware, batch_size * length, as_json=as_json, checkpointing=checkpointing)
+        _show_forecast(asked, asked.work(meta, bf16=bf16), hardware, as_json=as_json)
         return
     import torch
 
@@ -76,12 +45,12 @@ def estimate(
     needs = partial(
         work_out,
         meta,
-        master_weights=masters,
-        optimizer_memory=optimizer_memory_named(optim),
+        master_weights=options.master_weights is not None,
+        optimizer_memory=optimizer_memory_named(asked.optim),
         page_size=options.page_size,
-        processes=processes,
+        processes=asked.processes,
     )
-    batch: Any = host.text_batch(meta, batch_size, length)
+    batch: Any = host.text_batch(meta, asked.batch_size, asked.length)
     found, unknown = needs(), None
     own = "call ptm_accel.estimate.estimate(model, batch) with a batch of your own."
     if batch is None:
@@ -93,14 +62,14 @@ def estimate(
         except Exception as error:  # whatever a model raises that wants another batch, or cannot be traced
             reason = f"{type(error).__name__}: {(str(error) or 'no more is said').splitlines()[0]}"
             unknown = f"{type(meta).__name__} does not take the batch of text that was made up ({reason}): {own}"
-    borders = host.kept_by_layer(meta, batch_size, length) if processes == 1 else None
+    borders = host.kept_by_layer(meta, asked.batch_size, asked.length) if asked.processes == 1 else None
     if as_json:
         typer.echo(json.dumps({**asdict(found), "border_bytes": borders, "unknown": unknown}, indent=1))
         return
-    _show_estimate(found, f"{batch_size} x {length}", borders, unknown)
+    _show_estimate(found, f"{asked.batch_size} x {asked.length}", borders, unknown)
 
 
-def _show_forecast(work: Work, hardware: Hardware, tokens: int, *, as_json: bool, checkpointing: bool) -> None:
+def _show_forecast(asked: Asked, work: Work, hardware: Hardware, *, as_json: bool) -> None:
     from ptm_accel.commands.forecasting import answer, as_data, rows_of
     from ptm_accel.fitting import fitting
 
@@ -109,14 +78,14 @@ def _show_forecast(work: Work, hardware: Hardware, tokens: int, *, as_json: bool
         told = {
             **asdict(found.needs),
             "pass_bytes": found.pass_bytes,
-            **as_data(found, hardware, tokens, work.processes),
+            **as_data(found, hardware, asked.tokens, work.processes),
         }
         typer.echo(json.dumps(told, indent=1))
         return
-    smaller = ", or with a smaller batch" + ("" if checkpointing else " or --checkpointing")
+    smaller = ", or with a smaller batch" + ("" if asked.checkpointing else " or --checkpointing")
     typer.echo(answer(found, hardware, work.processes, smaller=smaller))
     counts = f"{found.needs.parameters / 1e6:,.1f}M, of which {found.needs.trainable / 1e6:,.1f}M train"
-    show({**rows_of(found, hardware, tokens, work.processes), "parameters": counts})
+    show({**rows_of(found, hardware, asked.tokens, work.processes), "parameters": counts})
 
 
 def _show_estimate(found: Estimate, batch: str, borders: int | None, unknown: str | None) -> None:

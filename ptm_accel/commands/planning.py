@@ -9,22 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ptm_accel.commands.asking import Asked, asking
 from ptm_accel.commands.estimating import kept_by_layer
-from ptm_accel.commands.hardware_options import (
-    CpuOption,
-    GpuOption,
-    LinkOption,
-    LoraOption,
-    OptimOption,
-    RamOption,
-    SsdOption,
-    model_of,
-    work_of,
-)
 from ptm_accel.commands.showing import show
-from ptm_accel.config import DEFAULT_PAGE_SIZE, PTMConfig
+from ptm_accel.config import PTMConfig
 from ptm_accel.errors import BudgetError, ConfigError
-from ptm_accel.hardware.described import described
 from ptm_accel.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -32,61 +21,41 @@ if TYPE_CHECKING:
     from ptm_accel.outlook import Outlook, Work
 
 
+@asking
 def plan(
-    model: Annotated[str, typer.Argument(help="A model id, or a directory with a config.json; no weights are read.")],
+    asked: Asked,
+    *,
     device_memory: Annotated[str | None, typer.Option("--device_memory", help="As the option; with a GPU.")] = None,
     host_memory: Annotated[str | None, typer.Option("--host_memory", help="As the option.")] = None,
     disk: Annotated[str | None, typer.Option(help="As the option; a folder of this machine, without a GPU.")] = None,
-    batch_size: Annotated[int, typer.Option("--batch_size", "--batch-size", min=1, help="Sequences in a batch.")] = 1,
-    length: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 512,
-    dtype: Annotated[str, typer.Option(help="Dtype of the parameters: float32, bfloat16 or float16.")] = "float32",
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="With activation checkpointing.")] = False,
-    master_weights: Annotated[str, typer.Option("--master_weights", "--master-weights", help="fp32 or none.")] = "none",
-    page_size: Annotated[
-        str, typer.Option("--page_size", "--page-size", help="Size of a page; less for a small model.")
-    ] = DEFAULT_PAGE_SIZE,
-    processes: Annotated[int, typer.Option(min=1, help="With --gpu: processes with shard: full.")] = 1,
-    optim: OptimOption = "adamw",
-    lora: LoraOption = None,
-    gpu: GpuOption = None,
-    ram: RamOption = None,
-    ssd: SsdOption = None,
-    link: LinkOption = None,
-    cpu: CpuOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
     """Tells which layers would stay and which would leave, and what a step would take, here or on a described machine.
 
     ptm-accel plan Qwen/Qwen3-8B --dtype bfloat16 --checkpointing --length 2048 --gpu 4090 --ram 96GB
     """
-    hardware = described(gpu, ram, ssd, link, cpu)
-    asked = PTMConfig(
-        device_memory=device_memory,
-        host_memory=host_memory,
-        disk=_disk(disk, described=hardware is not None),
-        master_weights=master_weights,
-        page_size=page_size,
+    hardware = asked.hardware()
+    options = asked.configured(
+        device_memory=device_memory, host_memory=host_memory, disk=_disk(disk, described=hardware is not None)
     )
-    meta = model_of(model, dtype, lora, checkpointing=checkpointing)
-    masters = asked.master_weights is not None
-    work = work_of(meta, batch_size, length, optim, masters=masters, page_size=page_size, processes=processes)
-    tokens = batch_size * length
+    work = asked.work(meta := asked.meta())
     if hardware is not None:
-        _show_there(work, hardware, asked, tokens, as_json=as_json)
+        _show_there(work, hardware, options, asked.tokens, as_json=as_json)
         return
-    if processes > 1:
+    if asked.processes > 1:
         raise ConfigError("processes: they are planned for a machine that is described; write --gpu and --ram beside.")
-    found, device_bytes = _here(work, asked)
-    borders = import_module("ptm_accel.integrations.transformers.estimating").kept_by_layer(meta, batch_size, length)
+    found, device_bytes = _here(work, options)
+    host = import_module("ptm_accel.integrations.transformers.estimating")
+    borders = host.kept_by_layer(meta, asked.batch_size, asked.length)
     together = None
     if device_bytes is not None and borders is not None:
         # Layers are recomputed then.
-        together = _together(work, model_of(model, dtype, lora, checkpointing=True), device_bytes, borders)
+        together = _together(work, asked.meta(checkpointing=True), device_bytes, borders)
     if as_json:
         told = {**_data(found), "border_bytes": borders, "micro_batches_together": together}
         typer.echo(json.dumps(told, indent=1))
         return
-    show({**_rows(found, tokens), **kept_by_layer(borders, together)})
+    show({**_rows(found, asked.tokens), **kept_by_layer(borders, together)})
 
 
 def _disk(paths: str | None, *, described: bool) -> Any:
