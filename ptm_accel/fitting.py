@@ -131,6 +131,15 @@ def total_of(tier: str, budget_bytes: int, pass_bytes: int, processes: int) -> i
     return total if tier == GPU else total * processes
 
 
+def stays_from(work: Work, needs: Estimate, pass_bytes: int) -> int:
+    """Returns the least budget of a GPU under which nothing ever moves; groups and their padding grow with budgets."""
+    reserved = int(pass_bytes * MARGIN)
+    capacity = needs.whole_bytes + reserved
+    while (needed := work.grouped(capacity).whole_bytes + reserved) > capacity:
+        capacity = needed
+    return capacity
+
+
 def fitting(work: Work, hardware: Hardware, budgets: Budgets | None = None) -> Fitting:
     """Forecasts training on a machine.
 

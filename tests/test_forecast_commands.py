@@ -108,6 +108,28 @@ def test_what_does_not_fit_is_an_answer_of_estimate_and_an_error_of_plan(model: 
     assert re.search(r"It would with --gpu \S+@165TFLOPS, or with a smaller batch or --checkpointing\.", tiny), tiny
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_what_it_needs_comes_first_and_suffices(processes: str, model: str) -> None:
+    given = ("--processes", processes)
+    text = said("estimate", model, *given)
+    gpu, gpus = ("a GPU", "a GPU") if processes == "1" else ("2 GPUs", "GPUs")
+    size = r"([\d.]+[KMGT]?B)"
+    first = re.match(
+        rf"It needs {gpu} of at least {size}, and {size} of RAM; with {gpus} of {size} nothing moves\. Without {gpus} "
+        rf"it needs at least {size} of RAM, and {size} on an SSD; with {size} of RAM nothing moves\. parameters ",
+        text,
+    )
+    assert first is not None, text
+    gpu, ram, whole, ram_alone, ssd, ram_whole = first.groups()
+    cpu = ("--cpu", "1TFLOPS")
+    assert said("estimate", model, *given, "--gpu", f"{gpu}@165TFLOPS", "--ram", ram).startswith("It fits. Each step")
+    assert said("estimate", model, *given, "--gpu", f"{whole}@165TFLOPS").startswith("It fits: all of it stays")
+    assert said("estimate", model, *given, "--ram", ram_alone, "--ssd", f"{ssd}@5GB/s", *cpu).startswith(
+        "It fits. Each step"
+    )
+    assert said("estimate", model, *given, "--ram", ram_whole, *cpu).startswith("It fits: all of it stays")
+
+
 def test_plan_tells_what_stays(model: str) -> None:
     text = said("plan", model, *ON_GPU)
     stay, leave, part = (

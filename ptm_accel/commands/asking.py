@@ -79,7 +79,13 @@ class Asked:
                 return meta
             return import_module("ptm_accel.integrations.peft.estimating").with_lora(meta, rank)
 
-    def work(self, meta: Any, *, bf16: bool = False) -> Work:
+    def batch(self, meta: Any) -> dict[str, Any] | None:
+        """The shapes of the batch; None for a model that does not take text."""
+        host = import_module("ptm_accel.integrations.transformers.estimating")
+        found: dict[str, Any] | None = host.text_batch(meta, self.batch_size, self.length)
+        return found
+
+    def step(self, meta: Any, *, bf16: bool = False) -> Work:
         """The step that is asked about.
 
         Args:
@@ -90,18 +96,21 @@ class Asked:
             ConfigError: an optimizer that is not known.
             UnsupportedError: a model that does not take text.
         """
-        import torch
-
-        from ptm_accel.fitting import optimizer_memory_named
-        from ptm_accel.outlook import Work
-
-        host = import_module("ptm_accel.integrations.transformers.estimating")
-        batch = host.text_batch(meta, self.batch_size, self.length)
+        batch = self.batch(meta)
         if batch is None:
             raise UnsupportedError(
                 f"a step is forecast for text only, and {type(meta).__name__} takes {meta.main_input_name}; leave the "
                 "machine out, or call ptm_accel.fitting.fitting with a batch of your own."
             )
+        return self.work(meta, batch, bf16=bf16)
+
+    def work(self, meta: Any, batch: dict[str, Any], *, bf16: bool) -> Work:
+        """The same of a batch that is known."""
+        import torch
+
+        from ptm_accel.fitting import optimizer_memory_named
+        from ptm_accel.outlook import Work
+
         return Work(
             model=meta,
             batch=batch,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 
 from ptm_accel.commands.asking import Asked, asking
 from ptm_accel.commands.showing import show
-from ptm_accel.units import format_bytes
+from ptm_accel.units import format_bytes, format_least_decimal
 
 if TYPE_CHECKING:
     from ptm_accel.estimate import Estimate
@@ -31,42 +30,38 @@ def estimate(
 
     ptm-accel estimate Qwen/Qwen3-8B --dtype bfloat16 --checkpointing --length 2048 --gpu 4090 --ram 96GB
     """
-    hardware, options = asked.hardware(), asked.configured()
+    hardware = asked.hardware()
     meta = asked.meta()
     if hardware is not None:
-        _show_forecast(asked, asked.work(meta, bf16=bf16), hardware, as_json=as_json)
+        _show_forecast(asked, asked.step(meta, bf16=bf16), hardware, as_json=as_json)
         return
-    import torch
-
-    from ptm_accel.estimate import estimate as work_out
-    from ptm_accel.fitting import optimizer_memory_named
-
+    batch = asked.batch(meta)
+    work = asked.work(meta, batch or {}, bf16=bf16)
+    pass_bytes, unknown = _held_by(batch, work)
+    found = replace(work.estimate(), pass_bytes=pass_bytes)
     host = import_module("ptm_accel.integrations.transformers.estimating")
-    needs = partial(
-        work_out,
-        meta,
-        master_weights=options.master_weights is not None,
-        optimizer_memory=optimizer_memory_named(asked.optim),
-        page_size=options.page_size,
-        processes=asked.processes,
-    )
-    batch: Any = host.text_batch(meta, asked.batch_size, asked.length)
-    found, unknown = needs(), None
-    own = "call ptm_accel.estimate.estimate(model, batch) with a batch of your own."
-    if batch is None:
-        kind = f"{type(meta).__name__} takes {meta.main_input_name}"
-        unknown = f"What a batch holds is worked out for text only, and {kind}: {own}"
-    else:
-        try:
-            found = needs(batch, autocast_dtype=torch.bfloat16 if bf16 else None)
-        except Exception as error:  # whatever a model raises that wants another batch, or cannot be traced
-            reason = f"{type(error).__name__}: {(str(error) or 'no more is said').splitlines()[0]}"
-            unknown = f"{type(meta).__name__} does not take the batch of text that was made up ({reason}): {own}"
     borders = host.kept_by_layer(meta, asked.batch_size, asked.length) if asked.processes == 1 else None
     if as_json:
         typer.echo(json.dumps({**asdict(found), "border_bytes": borders, "unknown": unknown}, indent=1))
         return
+    typer.echo(_answer(found, work))
     _show_estimate(found, f"{asked.batch_size} x {asked.length}", borders, unknown)
+
+
+def _held_by(batch: dict[str, Any] | None, work: Work) -> tuple[int | None, str | None]:
+    """What a batch holds, or why that is not known."""
+    from ptm_accel.model.forecast import forecast
+
+    own = "call ptm_accel.estimate.estimate(model, batch) with a batch of your own."
+    name = type(work.model).__name__
+    if batch is None:
+        takes = f"{name} takes {work.model.main_input_name}"
+        return None, f"What a batch holds is worked out for text only, and {takes}: {own}"
+    try:
+        return forecast(work.model, batch, autocast_dtype=work.autocast_dtype), None
+    except Exception as error:  # whatever a model raises that wants another batch, or cannot be traced
+        reason = f"{type(error).__name__}: {(str(error) or 'no more is said').splitlines()[0]}"
+        return None, f"{name} does not take the batch of text that was made up ({reason}): {own}"
 
 
 def _show_forecast(asked: Asked, work: Work, hardware: Hardware, *, as_json: bool) -> None:
@@ -86,6 +81,28 @@ def _show_forecast(asked: Asked, work: Work, hardware: Hardware, *, as_json: boo
     typer.echo(answer(found, hardware, work.processes, smaller=smaller))
     counts = f"{found.needs.parameters / 1e6:,.1f}M, of which {found.needs.trainable / 1e6:,.1f}M train"
     show({**rows_of(found, hardware, asked.tokens, work.processes), "parameters": counts})
+
+
+def _answer(found: Estimate, work: Work) -> str:
+    """Says on which machines it trains, and on which nothing moves, in sizes for `--gpu`, `--ram` and `--ssd`."""
+    from ptm_accel.fitting import GPU, RAM, SSD, stays_from, total_of
+
+    count, passing = found.processes, found.pass_bytes or 0
+
+    def of(tier: str, nbytes: int, beside: int = 0) -> str:
+        return format_least_decimal(total_of(tier, nbytes, beside, count))
+
+    gpu, gpus = ("a GPU", "a GPU") if count == 1 else (f"{count} GPUs", "GPUs")
+    least, whole = of(GPU, found.least_bytes + passing), of(GPU, stays_from(work, found, passing))
+    ram, ssd = of(RAM, found.below_bytes), of(SSD, found.below_bytes)
+    ram_least, ram_whole = of(RAM, found.least_bytes, passing), of(RAM, found.whole_bytes, passing)
+    lines = (
+        f"It needs {gpu} of at least {least}, and {ram} of RAM; with {gpus} of {whole} nothing moves.",
+        f"Without {gpus} it needs at least {ram_least} of RAM, and {ssd} on an SSD; with {ram_whole} of RAM nothing "
+        "moves.",
+        *([] if found.pass_bytes is not None else ["Add what a batch takes."]),
+    )
+    return "\n".join(lines)
 
 
 def _show_estimate(found: Estimate, batch: str, borders: int | None, unknown: str | None) -> None:

@@ -38,7 +38,7 @@ def plan(
     options = asked.configured(
         device_memory=device_memory, host_memory=host_memory, disk=_disk(disk, described=hardware is not None)
     )
-    work = asked.work(meta := asked.meta())
+    work = asked.step(meta := asked.meta())
     if hardware is not None:
         _show_there(work, hardware, options, asked.tokens, as_json=as_json)
         return
