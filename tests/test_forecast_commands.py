@@ -163,7 +163,12 @@ def test_optimizers_and_processes(model: str) -> None:
     assert two["processes"] == 2
     assert two["budgets"]["ram"] == adamw["budgets"]["ram"] // 2
     assert two["tokens_s"] == pytest.approx(2 * 48 / two["step_s"])
-    assert "GPU of each process" in said("estimate", model, *ON_GPU, "--processes", "2")
+    shown = said("estimate", model, *ON_GPU, "--processes", "2", "--network", "100Gb/s")
+    assert "GPU of each process" in shown
+    assert "RAM 60.0 GB/s, other processes 12.5 GB/s" in shown
+    slow = json.loads(said("estimate", model, *ON_GPU, "--json", "--processes", "2", "--network", "1MB/s"))
+    assert slow["network_s"] > 100 * two["network_s"]
+    assert slow["bound"] == "network"
 
 
 @pytest.mark.process
@@ -209,6 +214,8 @@ def test_for_programs(model: str) -> None:
         (("--gpu", "4090", "--ram", "64"), "ram: '64' has no unit; write a size such as 64GB."),
         (("--gpu", "4090", "--link", "-5GB/s"), "link: '-5GB/s' is no rate above 0; write one such as 25GB/s."),
         (("--ssd", "1TB"), "ssd: it is of a machine that is described;"),
+        ((*ON_GPU, "--processes", "2", "--network", "fast"), "network: 'fast' is no rate above 0; write one such as"),
+        ((*ON_GPU, "--network", "100Gb/s"), "network: it is between processes; write --processes beside it, or leave"),
         ((*ON_GPU, "--lora", "r=0"), "lora: 'r=0' is no rank of 1 or more; write one such as r=16."),
         ((*ON_GPU, "--optim", "adamz"), "optim: 'adamz' is not known here; write one of adamw, adam,"),
     ],

@@ -14,7 +14,7 @@ import typer
 
 from ptm_accel.commands.showing import dtype_of
 from ptm_accel.config import DEFAULT_PAGE_SIZE, PTMConfig
-from ptm_accel.errors import UnsupportedError
+from ptm_accel.errors import ConfigError, UnsupportedError
 from ptm_accel.hardware.described import Hardware, described, lora_rank
 
 if TYPE_CHECKING:
@@ -51,14 +51,25 @@ class Asked:
         str | None, typer.Option(help="Without --gpu, the rate of the CPU: 1TFLOPS. By default measured here.")
     ] = None
 
+    network: Annotated[
+        str | None,
+        typer.Option(help="To each process from the others: 12.5GB/s or 100Gb/s. By default NVLink, or as --link."),
+    ] = None
+
     @property
     def tokens(self) -> int:
         """Of the batch."""
         return self.batch_size * self.length
 
     def hardware(self) -> Hardware | None:
-        """The machine; None where none is described."""
-        return described(self.gpu, self.ram, self.ssd, self.link, self.cpu)
+        """The machine; None where none is described.
+
+        Raises:
+            ConfigError: an option that cannot be read, or that is of nothing.
+        """
+        if self.network is not None and self.processes == 1:
+            raise ConfigError("network: it is between processes; write --processes beside it, or leave --network out.")
+        return described(self.gpu, self.ram, self.ssd, self.link, self.cpu, self.network)
 
     def configured(self, **budgets: Any) -> PTMConfig:
         """The options of a run."""

@@ -97,7 +97,7 @@ def rows_of(found: Fitting, hardware: Hardware, tokens: int, processes: int) -> 
         rows["step (forecast)"] = f"{format_seconds(step.step_s)}, {_count(rate)} tokens/s"
         rows["time on"] = _parts(step)
         rows["bound by"] = bound_of(step)
-        rows["assuming"] = _rates(hardware)
+        rows["assuming"] = _rates(hardware, processes)
     each = "" if processes == 1 else " of each process"
     rows[f"training state{each}"] = format_decimal(found.needs.states_bytes)
     for tier, use in found.tiers.items():
@@ -137,7 +137,7 @@ def _use(tier: str, use: Any, found: Fitting, hardware: Hardware) -> str:
     return f"{shown}; limit for pages {format_decimal(use.budget_bytes)} ({of})" if use.budget_bytes else shown
 
 
-def _rates(hardware: Hardware) -> str:
+def _rates(hardware: Hardware, processes: int) -> str:
     if hardware.gpu is None:
         rate = "the rate measured here" if hardware.cpu_flops is None else f"{hardware.cpu_flops / 1e12:g} TFLOPS"
         parts = [f"{CPU_SHARE:.0%} of {rate}"]
@@ -148,6 +148,8 @@ def _rates(hardware: Hardware) -> str:
     parts.append(f"RAM {format_decimal(hardware.ram_bytes_s)}/s")
     if hardware.ssd is not None:
         parts.append(f"SSD {format_decimal(hardware.ssd.read_bytes_s)}/s")
+    if processes > 1:
+        parts.append(f"other processes {format_decimal(hardware.network_bytes_s)}/s")
     return ", ".join(parts)
 
 

@@ -24,6 +24,8 @@ RAM_BYTES_S = 60e9
 _DEFAULT_PCIE = 4
 _NUMBER = re.compile(r"(?P<number>[0-9]{1,40}(?:\.[0-9]{1,40})?)\s*(?P<unit>.*)", re.ASCII)
 _MAKER = re.compile(r"^(nvidia-)?(geforce-)?(rtx-?)?")
+_BITS = re.compile(r"(?P<number>[0-9]{1,40}(?:\.[0-9]{1,40})?)\s*(?P<unit>[KMGT])(?:b/s|bit/s|bps)", re.ASCII)
+"""As networks are sold: 100Gb/s."""
 _FLOPS = {"gflops": 1e9, "tflops": 1e12, "pflops": 1e15}
 
 
@@ -68,7 +70,14 @@ class Hardware:
         )
 
 
-def described(gpu: str | None, ram: str | None, ssd: str | None, link: str | None, cpu: str | None) -> Hardware | None:
+def described(
+    gpu: str | None,
+    ram: str | None,
+    ssd: str | None,
+    link: str | None,
+    cpu: str | None,
+    network: str | None = None,
+) -> Hardware | None:
     """Reads the options of the command line; None where none of them was given.
 
     Args:
@@ -77,12 +86,14 @@ def described(gpu: str | None, ram: str | None, ssd: str | None, link: str | Non
         ssd: `1TB@5GB/s`.
         link: `25GB/s`, each direction.
         cpu: `1TFLOPS`.
+        network: `12.5GB/s`, or `100Gb/s` in bits: what a process receives from others.
 
     Raises:
         ConfigError: one that cannot be read, or that is missing; it says what to write.
     """
     if gpu is None and ram is None:
-        lone = next((name for name, given in (("ssd", ssd), ("link", link), ("cpu", cpu)) if given is not None), None)
+        others = {"ssd": ssd, "link": link, "cpu": cpu, "network": network}
+        lone = next((name for name, given in others.items() if given is not None), None)
         if lone is not None:
             raise ConfigError(f"{lone}: it is of a machine that is described; write --ram 64GB beside it, or --gpu.")
         return None
@@ -94,6 +105,7 @@ def described(gpu: str | None, ram: str | None, ssd: str | None, link: str | Non
     ram_size, _, ram_rate = (ram or "").partition("@")
     ssd_bytes, ssd_rates = (0, None) if ssd is None else _ssd_of(ssd)
     rate = PCIE_BYTES_S[pcie] * LINK_SHARE if link is None else _bytes_s("link", link, "25GB/s")
+    between = rate if card is None or not card.nvlink_bytes_s else card.nvlink_bytes_s * LINK_SHARE
     return Hardware(
         gpu=card,
         gpu_name=gpu or "",
@@ -103,7 +115,7 @@ def described(gpu: str | None, ram: str | None, ssd: str | None, link: str | Non
         ssd_bytes=ssd_bytes,
         ssd=ssd_rates,
         cpu_flops=None if cpu is None else _flops("cpu", cpu, "1TFLOPS"),
-        network_bytes_s=rate,
+        network_bytes_s=between if network is None else _network_bytes_s(network),
     )
 
 
@@ -163,6 +175,13 @@ def _bytes_s(option: str, text: str, example: str) -> float:
         if nbytes > 0:
             return float(nbytes)
     return _rate(option, text, example, {})
+
+
+def _network_bytes_s(text: str) -> float:
+    bits = _BITS.fullmatch(text.strip())
+    if bits is None or float(bits["number"]) <= 0:
+        return _bytes_s("network", text, "12.5GB/s, or 100Gb/s in bits")
+    return float(bits["number"]) * 1e3 ** " KMGT".index(bits["unit"]) / 8
 
 
 def _rate(option: str, text: str, example: str, units: dict[str, float]) -> float:

@@ -42,6 +42,23 @@ def test_defaults() -> None:
     assert (alone.gpu, alone.link, alone.cpu_flops) == (None, None, 5e11)
 
 
+@pytest.mark.parametrize(
+    ("given", "rate"),
+    [
+        ({"gpu": "a100-80gb"}, 300e9 * LINK_SHARE),
+        ({"gpu": "h200", "link": "25GB/s"}, 450e9 * LINK_SHARE),
+        ({"gpu": "4090"}, PCIE_BYTES_S[4] * LINK_SHARE),
+        ({"gpu": "4090", "link": "25GB/s"}, 25e9),
+        ({"gpu": "h200", "network": "12.5GB/s"}, 12.5e9),
+        ({"gpu": "4090", "network": "100Gb/s"}, 12.5e9),
+        ({"ram": "64GB", "network": "400 Gbit/s"}, 50e9),
+        ({"ram": "64GB", "network": "2.5Gbps"}, 0.3125e9),
+    ],
+)
+def test_processes_receive_over_nvlink_or_the_link_or_what_is_said(given: dict[str, str], rate: float) -> None:
+    assert machine(**given).network_bytes_s == pytest.approx(rate)
+
+
 @pytest.mark.parametrize("name", [*CARDS, "RTX 4090", "rtx4090", "NVIDIA H200", "NVIDIA GeForce RTX 3090", "A100 80GB"])
 def test_cards_by_name(name: str) -> None:
     found = machine(gpu=name).gpu
@@ -51,6 +68,7 @@ def test_cards_by_name(name: str) -> None:
     assert 5e13 < found.flops < 1e16, "TFLOPS of bf16"
     assert 1e11 < found.memory_bytes_s < 1e13
     assert found.pcie in PCIE_BYTES_S
+    assert found.nvlink_bytes_s == 0 or found.nvlink_bytes_s > PCIE_BYTES_S[found.pcie]
 
 
 def test_several_processes_share_a_machine() -> None:
@@ -94,6 +112,13 @@ def test_several_processes_share_a_machine() -> None:
         ({"ram": "64GB", "link": "25GB/s"}, "link: it is the link to a GPU; write --gpu beside it"),
         ({"ssd": "1TB@5GB/s"}, "ssd: it is of a machine that is described; write --ram 64GB beside it, or --gpu."),
         ({"link": "25GB/s"}, "link: it is of a machine that is described;"),
+        ({"network": "12.5GB/s"}, "network: it is of a machine that is described;"),
+        (
+            {"gpu": "4090", "network": "100"},
+            "network: '100' has no unit; write one such as 12.5GB/s, or 100Gb/s in bits.",
+        ),
+        ({"gpu": "4090", "network": "0Gb/s"}, "network: '0Gb/s' is no rate above 0; write one such as 12.5GB/s, or"),
+        ({"gpu": "4090", "network": "100Gb"}, "network: '100Gb' is no rate above 0; write one such as 12.5GB/s, or"),
         ({"cpu": "1TFLOPS"}, "cpu: it is of a machine that is described;"),
         ({"gpu": "4090", "cpu": "1TFLOPS"}, "cpu: with a GPU passes are computed there; leave --cpu out."),
         ({"ram": "64GB", "cpu": "1"}, "cpu: '1' has no unit; write one such as 1TFLOPS."),

@@ -83,6 +83,7 @@ estimate model --ram lots                |
 estimate model --ssd 1TB@fast            |
 estimate model --gpu 4090 --link 25      |
 estimate model --cpu fast                |
+estimate model --network 100Gb/s         | network: it is between processes
 estimate model --lora r=0                |
 estimate model --optim madam             |
 plan                                     | Missing argument 'model'
@@ -101,6 +102,7 @@ plan model --ram lots                    |
 plan model --ssd 1TB@fast                |
 plan model --gpu 4090 --link 25          |
 plan model --cpu fast                    |
+plan model --network 100Gb/s             | network: it is between processes
 plan model --lora r=0                    |
 plan model --optim madam                 |
 plan model --processes 0                 |
