@@ -42,6 +42,8 @@ from ptm_accel.uncaught import refuse, wants_traceback
 FAILURES = (subprocess.CalledProcessError, ChildFailedError)
 """What accelerate's launcher raises where a script has failed."""
 _PROGRAM = "accelerate launch"
+PROGRAM = "ptm_program"
+"""Where parsed flags name another."""
 _GROUP = "PTM Arguments"
 _OTHERS = {
     "use_deepspeed": "DeepSpeed",
@@ -99,12 +101,12 @@ def extend_launch(module: ModuleType) -> None:
                 result = stock_validate(args)
                 switch_on(*result[:2])
         except PTMError as error:
-            refuse(_PROGRAM, error)
+            refuse(_program_of(args), error)
         except (OSError, ValueError, yaml.YAMLError) as error:
             # accelerate's own, of flags or a file that it cannot use.
             if not args.use_ptm:
                 raise
-            refuse(_PROGRAM, error)
+            refuse(_program_of(args), error)
         return result
 
     @wraps(stock_command)
@@ -121,6 +123,12 @@ def extend_launch(module: ModuleType) -> None:
     module.launch_command_parser = launch_command_parser  # type: ignore[attr-defined]
     module._validate_launch_command = _validate_launch_command  # type: ignore[attr-defined]
     module.options_to_group[SWITCH_FLAG] = _GROUP
+
+
+def _program_of(args: argparse.Namespace) -> str:
+    """The command that was typed; ours notes itself beside the flags (`ptm_accel.commands.launching`)."""
+    program: str = getattr(args, PROGRAM, _PROGRAM)
+    return program
 
 
 @contextmanager

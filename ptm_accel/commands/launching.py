@@ -16,8 +16,9 @@ def launch(context: typer.Context) -> None:
     parser = host.launch_command_parser()
     parser.prog = "ptm-accel launch"
     parser.epilog = "ptm-accel launch --ptm_host_memory 8GB --ptm_disk /mnt/ssd train.py"
-    args = parser.parse_args(["--use_ptm", *context.args])
     ours = import_module("ptm_accel.integrations.accelerate.launching")
+    parser.set_defaults(**{ours.PROGRAM: parser.prog})
+    args = parser.parse_args(["--use_ptm", *context.args])
     ours.refuse_misplaced(args)
     if not args.no_python:
         # Runs it as a module of ours, which needs no help from torch.
@@ -27,4 +28,4 @@ def launch(context: typer.Context) -> None:
         # accelerate's own, since ours says only that a script has failed, and this the status of the script.
         host.launch_command.__wrapped__(args)
     except ours.FAILURES as error:
-        raise SystemExit(ours.tell_of_end(error, "ptm-accel launch")) from None
+        raise SystemExit(ours.tell_of_end(error, parser.prog)) from None

@@ -188,7 +188,9 @@ def test_a_command_that_cannot_be_carried_out(words: list[str], said: str, call:
 @pytest.mark.parametrize("launcher", ["ptm-accel launch", "python -m ptm_accel"])
 def test_an_option_that_cannot_be_used(launcher: str, words: list[str], said: str, call: Callable[..., str]) -> None:
     entry, before = (cli.main, ["launch"]) if launcher == "ptm-accel launch" else (__main__.main, [])
-    assert said in call(entry, [*before, *words, "script.py"])
+    text = call(entry, [*before, *words, "script.py"])
+    assert said in text
+    assert text.startswith(f"{launcher}: error: ")
 
 
 def test_every_option_has_bad_input() -> None:
