@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -91,6 +92,7 @@ class Fitting:
         tiers: what each tier holds, by name.
         remedies: where it does not fit, ways to make it fit: for each the bytes that a process needs of tiers, by name.
         found: the step; None where it does not fit.
+        in_ram: the step if what is on the SSD were in RAM; None where nothing is, or without a GPU.
     """
 
     fit: Fit
@@ -100,6 +102,7 @@ class Fitting:
     tiers: dict[str, Use]
     remedies: list[dict[str, int]]
     found: Outlook | None
+    in_ram: Outlook | None = None
 
     @property
     def written_a_day_bytes(self) -> float:
@@ -160,10 +163,13 @@ def fitting(work: Work, hardware: Hardware, budgets: Budgets | None = None) -> F
     if remedies:
         return Fitting(Fit.NOT, needs, pass_bytes, budgets, _needed(needs, pass_bytes, budgets), remedies, None)
     away = 0 if stays else division.below_bytes
-    speeds = _speeds(work, machine, spills=away > (budgets.ram if on_device else 0))
-    found = outlook(work, budgets.computes, speeds, counts_activations=on_device, needs=needs, touched=touched)
+    step = partial(outlook, work, budgets.computes, counts_activations=on_device, needs=needs, touched=touched)
+    found = step(speeds=_speeds(work, machine, spills=away > (budgets.ram if on_device else 0)))
     tiers = _held(needs, found, budgets)
-    return Fitting(Fit.STAYS if stays else Fit.MOVES, needs, pass_bytes, budgets, tiers, [], found)
+    in_ram = None
+    if on_device and tiers[SSD].pages_bytes:
+        in_ram = step(speeds=_speeds(work, replace(machine, ram_bytes=away), spills=False))
+    return Fitting(Fit.STAYS if stays else Fit.MOVES, needs, pass_bytes, budgets, tiers, [], found, in_ram)
 
 
 def _buffers(budgets: Budgets, work: Work) -> int:

@@ -87,9 +87,12 @@ def test_the_answer_comes_first(command: str, model: str) -> None:
     spills = said(command, model, "--gpu", "5MB@165TFLOPS", "--ram", "3MB", "--ssd", "1TB@5GB/s")
     assert "between GPU, RAM and SSD" in spills
     assert re.match(r"It fits\. .* A day of training writes [\d.]+ [TG]B to the SSD\. ", spills)
-    enough = re.search(r"faster with --ram (\S+) nothing goes to the SSD", spills)
+    enough = re.search(r"faster with --ram (\S+) nothing goes to the SSD: ([\d.]+ [mu]?s, [\d,]+ tokens/s) ", spills)
     assert enough is not None, spills
-    assert "writes" not in said(command, model, "--gpu", "5MB@165TFLOPS", "--ram", enough[1])
+    with_enough = said(command, model, "--gpu", "5MB@165TFLOPS", "--ram", enough[1])
+    assert "writes" not in with_enough
+    assert f"step (forecast) {enough[2]} " in with_enough
+    assert f"step (forecast) {enough[2]} " not in spills
     on_cpu = said(command, model, "--ram", "512MB", "--ssd", "1TB@5GB/s", "--cpu", "0.1TFLOPS")
     assert "assuming 85% of 0.1 TFLOPS, RAM 60.0 GB/s, SSD 5.00 GB/s" in on_cpu
     assert "SSD 0 B of pages; limit for pages 900 GB (90% of it)" in on_cpu
@@ -199,6 +202,12 @@ def test_for_programs(model: str) -> None:
     planned = json.loads(said("plan", model, *ON_GPU, "--json"))
     assert {name: told[name] for name in planned} == planned
     assert "parameters that stay" in planned["standing"]
+    assert told["step_in_ram_s"] is None
+    # Without any RAM as well.
+    with_ssd = ("--ssd", "1TB@5GB/s", "--json")
+    for ram in (("--ram", "3MB"), ()):
+        spills = json.loads(said("estimate", model, *ON_GPU[:2], *ram, *with_ssd))
+        assert spills["step_in_ram_s"] == told["step_s"] < spills["step_s"]
     short = json.loads(said("estimate", model, "--gpu", "5MB@165TFLOPS", "--json"))
     assert (short["fits"], short["fit"], short["step_s"], short["tokens_s"]) == (False, "not", None, None)
     assert re.fullmatch(r"--ram \S+B", short["remedies"][0])

@@ -93,8 +93,7 @@ def rows_of(found: Fitting, hardware: Hardware, tokens: int, processes: int) -> 
     rows = {}
     step = found.found
     if step is not None:
-        rate = processes * tokens / step.step_s
-        rows["step (forecast)"] = f"{format_seconds(step.step_s)}, {_count(rate)} tokens/s"
+        rows["step (forecast)"] = _speed(step, processes * tokens)
         rows["time on"] = _parts(step)
         rows["bound by"] = bound_of(step)
         rows["assuming"] = _rates(hardware, processes)
@@ -103,10 +102,14 @@ def rows_of(found: Fitting, hardware: Hardware, tokens: int, processes: int) -> 
     for tier, use in found.tiers.items():
         if use.pages_bytes or use.budget_bytes:
             rows[f"{tier}{each}"] = _use(tier, use, found, hardware)
-    if found.found is not None and found.fit is Fit.MOVES and hardware.gpu and found.tiers[SSD].pages_bytes:
+    if found.in_ram is not None:
         enough = format_least_decimal(total_of(RAM, found.needs.below_bytes, 0, processes))
-        rows["faster"] = f"with --ram {enough} nothing goes to the SSD"
+        rows["faster"] = f"with --ram {enough} nothing goes to the SSD: {_speed(found.in_ram, processes * tokens)}"
     return rows
+
+
+def _speed(step: Outlook, tokens: int) -> str:
+    return f"{format_seconds(step.step_s)}, {_count(tokens / step.step_s)} tokens/s"
 
 
 def bound_of(step: Outlook) -> str:
@@ -169,6 +172,7 @@ def as_data(found: Fitting, hardware: Hardware, tokens: int, processes: int) -> 
         "tiers": {tier.lower(): asdict(use) for tier, use in found.tiers.items()},
         "step_s": None if step is None else step.step_s,
         "tokens_s": None if step is None else processes * tokens / step.step_s,
+        "step_in_ram_s": None if found.in_ram is None else found.in_ram.step_s,
         "bound": None if step is None else step.bound[1].value,
         "bound_s": None if step is None else step.bound[0],
         "compute_s": None if step is None else step.arithmetic_s,
