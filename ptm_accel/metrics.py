@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+import resource
 import statistics
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from ptm_accel.distributed.ranks import ShardStats
 from ptm_accel.hardware.profile import LinkRates
@@ -13,6 +15,7 @@ from ptm_accel.memory.setup import Memory
 from ptm_accel.memory.timeline import Span
 from ptm_accel.optim.staleness import Staleness
 from ptm_accel.schedule.bound import Resource, StepCost, lower_bound
+from ptm_accel.schedule.parts import Parts, StepParts
 from ptm_accel.schedule.tally import Tally
 from ptm_accel.units import format_bytes
 
@@ -33,11 +36,14 @@ class Reading:
     disk_read_bytes: int
     disk_written_bytes: int
     stall_s: float
+    own_s: float
     gathered_bytes: int
     reduced_bytes: int
     received_bytes: int
     network_s: float
     tally: Tally
+    # It grows by itself.
+    kernel_s: float = field(compare=False)
 
 
 _DAY_S = 24 * 60 * 60
@@ -90,6 +96,7 @@ class Metrics:
         self._timed_s, self._timed_tokens, self._tokens_before = 0.0, 0, 0
         self._ended_s: float | None = None
         self._steps_s: list[float] = []
+        self._made_of = StepParts()
         # What evaluations have moved, and the totals when the one began that is under way.
         self._left_out: dict[str, float] = dict.fromkeys(_MOVES, 0)
         self._evaluation: Reading | None = None
@@ -100,16 +107,29 @@ class Metrics:
     def step_ended(self) -> None:
         """Counts a step of training."""
         now = time.perf_counter()
-        if self._ended_s is not None:
-            self._steps_s.append(now - self._ended_s)
-            self._timed_s += self._steps_s[-1]
+        step_s = None if self._ended_s is None else now - self._ended_s
+        if step_s is not None:
+            self._steps_s.append(step_s)
+            self._timed_s += step_s
             self._timed_tokens += self.tokens.total - self._tokens_before
+        if self._tally.passes:
+            self._note_parts(step_s)
         self._tokens_before = self.tokens.total
         self._ended_s = now
         self.steps += 1
         if self.steps == _WARM_UP:
             self._warm = self.read()
             self._steps_s.clear()
+            self._made_of = StepParts(before=self._made_of.before)
+
+    def _note_parts(self, step_s: float | None) -> None:
+        """Adds to what steps are made of, where their passes are counted."""
+        known, totals = self._made_of, self._parts(self.read())
+        if step_s is not None and known.before is not None:
+            known.steps += 1
+            known.steps_s += step_s
+            known.sums = Parts(*map(operator.add, known.sums, map(operator.sub, totals, known.before)))
+        known.before = totals
 
     def rest(self) -> None:
         """Leaves the time until the next step out of that step."""
@@ -152,11 +172,13 @@ class Metrics:
             disk_written_bytes=disk.bytes_written if disk is not None else 0,
             # A device waits by itself, and what a thread waits for leaves it without work.
             stall_s=stats.stall_s if timeline is None else timeline.spent_s(Span.WAIT),
+            own_s=stats.own_s,
             gathered_bytes=shards.gathered_bytes,
             reduced_bytes=shards.reduced_bytes,
             received_bytes=shards.received_bytes,
             network_s=shards.waited_s,
             tally=replace(self._tally),
+            kernel_s=resource.getrusage(resource.RUSAGE_THREAD).ru_stime,
         )
 
     def peaks(self) -> dict[Tier, int]:
@@ -179,6 +201,8 @@ class Metrics:
         if tokens_s := self._tokens_s(before, now):
             keys["ptm_tokens_s"] = round(tokens_s, 1)
         keys["ptm_stall_s"] = round((now.stall_s - before.stall_s) / steps, 4)
+        if self._memory.pool.timeline is None:
+            keys["ptm_own_s"] = round((now.own_s - before.own_s) / steps, 4)
         if self.shards is not None:
             keys["ptm_network_s"] = round((now.network_s - before.network_s) / steps, 4)
         if (staleness := self.staleness) is not None:
@@ -207,12 +231,9 @@ class Metrics:
         if self._memory.device is None:
             # What is loaded comes from disk.
             link, disk, read, written = None, self.rates, loaded, stored
-        compute_s, network_s = last.compute_s - first.compute_s, now.network_s - before.network_s
-        if self._memory.pool.timeline is None:
-            # By the clock of the thread, waiting for other ranks is computing.
-            compute_s = max(compute_s - network_s, 0.0)
+        network_s = now.network_s - before.network_s
         cost = StepCost(
-            forward_s=compute_s / steps,
+            forward_s=max(self._parts(now).compute_s - self._parts(before).compute_s, 0.0) / steps,
             backward_s=0.0,
             update_s=(last.update_s - first.update_s) / steps,
             host_s=(last.host_s - first.host_s) / steps,
@@ -224,13 +245,27 @@ class Metrics:
         )
         return lower_bound(cost, link, disk)
 
+    def _parts(self, now: Reading) -> Parts:
+        """What time has gone to."""
+        tally = now.tally
+        if self._memory.pool.timeline is not None:
+            return Parts(tally.compute_s, tally.update_s, now.stall_s)
+        # To plans, by the clock of the thread, our own work is a part of what passes compute, and so is waiting for
+        # other ranks.
+        compute_s = tally.compute_s - tally.own_s - now.network_s
+        return Parts(compute_s, tally.update_s, now.stall_s, now.network_s, now.own_s, now.kernel_s)
+
     # ---- the summary -------------------------------------------------------------------------------------------------
 
     def summary(self) -> str:
         """A short table for the end of training."""
         now = self.read()
         steps = max(now.steps, 1)
+        times = self.times()
         rows = {**self._tiers(now, steps), "pages": self._pages(now, steps)}
+        if "waited" not in times:
+            # Otherwise it is among them.
+            rows["pages"] += f", {now.stall_s / steps:.3f} s waited for"
         if self.shards is not None:
             rows["ranks"] = (
                 f"{format_bytes(now.gathered_bytes // steps)} gathered and {format_bytes(now.reduced_bytes // steps)} "
@@ -241,7 +276,7 @@ class Metrics:
                 f"parameters lacked {staleness.mean_since(0, 0):.2f} steps in a forward, {staleness.most} at most; "
                 f"{staleness.waited_s / steps:.3f} s waited for in a step"
             )
-        rows |= self.times()
+        rows |= times
         width = max(map(len, rows))
         return "\n".join([self._head(now), *(f"  {name:{width}}  {text}" for name, text in rows.items())])
 
@@ -272,7 +307,7 @@ class Metrics:
 
     def _pages(self, now: Reading, steps: int) -> str:
         hits, faults = now.hits / steps, now.faults / steps
-        return f"{hits:.1f} prefetched and {faults:.1f} loaded late in a step, {now.stall_s / steps:.3f} s waited for"
+        return f"{hits:.1f} prefetched and {faults:.1f} loaded late in a step"
 
     def _a_day(self, now: Reading) -> str:
         """Says what steps like these write to the disk in a day."""
@@ -283,19 +318,18 @@ class Metrics:
         return f", {format_bytes(int(written / statistics.mean(self._steps_s) * _DAY_S))} written in a day of this"
 
     def times(self) -> dict[str, str]:
-        """Returns the lower bound of a step, and a pass beside its prediction; what is not known is left out."""
+        """Returns what a step takes, its lower bound, and a pass beside its prediction; without what is not known."""
         if self._warm is None or not self._steps_s:
             return {}
         now = self.read()
-        bound, resource = self._bound(self._warm, now) or (0.0, None)
-        if not bound or resource is None:
+        bound, reason = self._bound(self._warm, now) or (0.0, None)
+        if not bound or reason is None:
             return {}
         # The bound is a mean over all steps: beside a median, steps of several kinds would seem to go below it.
         times = statistics.mean(self._steps_s) / bound
-        what = resource.value
-        if resource is Resource.COMPUTE and self._memory.pool.timeline is None:
-            what = "compute, and the work of ptm_accel on its thread"
-        rows = {"lower bound": f"{bound:.3f} s ({what}); a step takes {times:.2f} times that"}
+        on_thread = self._memory.pool.timeline is None
+        rows = self._made_of.rows(on_thread=on_thread, ranks=self.shards is not None)
+        rows["lower bound"] = f"{bound:.3f} s ({reason.value}); a step takes {times:.2f} times that"
         first, last = self._warm.tally, now.tally
         if passes := last.foretold - first.foretold:
             took, said = last.foretold_took_s - first.foretold_took_s, last.foretold_s - first.foretold_s

@@ -214,7 +214,7 @@ class PlainMode:
                     self._end_before(module, args, kwargs)
                     return
 
-        return RootHook(enter)
+        return RootHook(enter, self._pool.stats)
 
     def _leaves_too_little(self, reserve: ActivationReserve, shapes: Shapes) -> bool:
         """Returns whether a forward, which begins, leaves pages less than all of them take."""

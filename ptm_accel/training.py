@@ -446,7 +446,7 @@ class Training:
             norm = self._over_stages(norm, norm_type)
             torch.nn.utils.clip_grads_with_norm_(given, max_norm, norm)
             return norm
-        with self._pool.calls.during(Call.ACCESS, self._pool):
+        with self._pages.executor.own_work(), self._pool.calls.during(Call.ACCESS, self._pool):
             return self._clip(given, max_norm, norm_type, error_if_nonfinite)
 
     def _clip(

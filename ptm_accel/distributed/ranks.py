@@ -11,7 +11,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ from ptm_accel.distributed.divergence import ADVICE, diverged, line, named
 from ptm_accel.errors import UnsupportedError
 from ptm_accel.memory.copies import order_behind
 from ptm_accel.memory.cut import Cut
+from ptm_accel.memory.traffic import PoolStats
 from ptm_accel.memory.transfer import Transfer
 from ptm_accel.model.groups import Share
 
@@ -50,6 +51,7 @@ class ShardStats:
         received_bytes: of both, what has come from other ranks.
         waited_s: how long the accessing thread has waited for either; a device waits without it.
         agreed: how often ranks had to agree on what comes next.
+        pool: where it is told what is no work of ours.
         gathered, reduced: hashes of the names of what was, in order. Each has its own order: gradients of routed models
             come at other times on each rank.
     """
@@ -61,6 +63,7 @@ class ShardStats:
     received_bytes: int = 0
     waited_s: float = 0.0
     agreed: int = 0
+    pool: PoolStats = field(default_factory=PoolStats)
     gathered: int = 0
     reduced: int = 0
 
@@ -150,7 +153,9 @@ class Collectives:
             time.sleep(1e-5)
         # Gloo's threads have let go of it: what is left are views of others.
         self._held = None
-        self._stats.waited_s += time.perf_counter() - begin
+        waited_s = time.perf_counter() - begin
+        self._stats.waited_s += waited_s
+        self._stats.pool.elsewhere_s += waited_s
         if self._error is not None:
             raise self._error
 
@@ -217,9 +222,9 @@ class Ranks:
         stats: what has been done.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stats: PoolStats) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        self.stats = ShardStats()
+        self.stats = ShardStats(pool=stats)
         self.device = device
         self._gathers, self._reductions, self._plain, self._control = _groups(device.type)
 

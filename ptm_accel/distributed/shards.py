@@ -67,7 +67,7 @@ class Shards:
     """
 
     def __init__(self, executor: Executor, sharding: Sharding) -> None:
-        self.ranks = Ranks(executor.pool.compute.device)
+        self.ranks = Ranks(executor.pool.compute.device, executor.pool.stats)
         self.wholes = Wholes(executor, self.ranks)
         self.sharding = sharding
         self._executor = executor

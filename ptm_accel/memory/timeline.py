@@ -77,10 +77,17 @@ class Span(enum.Enum):
 
 
 class Moment(NamedTuple):
-    """A point in time; `compute_s` is on a clock that runs in passes only. Differences of two mean something."""
+    """A point in time; differences of two mean something.
+
+    Attributes:
+        total_s: on a clock that always runs.
+        compute_s: on one that runs in passes only.
+        own_s: of that, what was the work of `ptm_accel` on the thread; 0 where the clock is a device's.
+    """
 
     total_s: float
     compute_s: float
+    own_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

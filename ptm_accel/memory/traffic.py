@@ -33,6 +33,9 @@ class PoolStats:
         loaded_bytes: from the backing store.
         stored_bytes: to the backing store.
         stall_s: how long the accessing thread has waited; a device waits for copies without it.
+        own_s: how long it was in hooks and calls of ours, but for what counts as something else.
+        elsewhere_s: how long it did what is no work of the call of ours that it is in: it waited, it computed (updates,
+            sums and norms of gradients), or it was in another such call, whose work has been counted.
     """
 
     faults: int = 0
@@ -41,6 +44,8 @@ class PoolStats:
     loaded_bytes: int = 0
     stored_bytes: int = 0
     stall_s: float = 0.0
+    own_s: float = 0.0
+    elsewhere_s: float = 0.0
 
 
 def _name(tensor: Block) -> str:
@@ -71,7 +76,9 @@ class Traffic:
             with during(self.timeline, Span.WAIT):
                 yield
         finally:
-            self.stats.stall_s += time.perf_counter() - begin
+            waited_s = time.perf_counter() - begin
+            self.stats.stall_s += waited_s
+            self.stats.elsewhere_s += waited_s
 
     def handle_of(self, tensor: Block) -> Any:
         """Returns the backing store's handle of a tensor, made on first use.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -56,7 +57,9 @@ class Accesses:
             slot: the parameter.
             changes: the values count as changed in any case.
         """
-        calls, within = self._pool.calls, self._forwards.meet_autocast()
+        stats, calls = self._pool.stats, self._pool.calls
+        begin = time.perf_counter() - stats.elsewhere_s
+        within = self._forwards.meet_autocast()
         if not within:
             # A forward is a call already.
             calls.begin(Call.ACCESS, self._pool)
@@ -75,12 +78,18 @@ class Accesses:
                 if changes:
                     slot.changed()
                 slot.show()
+                used = time.perf_counter() - stats.elsewhere_s
                 try:
                     yield tensor
                 finally:
+                    # Not ours, but for what it has called of ours, which has been counted.
+                    stats.elsewhere_s = time.perf_counter() - used
                     if slot.hide():
                         take_in([slot])
             self._pool.eviction.spare(slot.value.block)
+            spent = time.perf_counter() - stats.elsewhere_s - begin
+            stats.own_s += spent
+            stats.elsewhere_s += spent
         finally:
             if not within:
                 calls.end()

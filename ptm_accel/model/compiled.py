@@ -36,6 +36,7 @@ from ptm_accel.model.floor import Floor, blocks_of
 from ptm_accel.model.saved import CALLED_BY_AUTOGRAD
 from ptm_accel.model.slot_table import SlotTable
 from ptm_accel.model.slots import ParamSlot
+from ptm_accel.runtime.executor import Executor
 from ptm_accel.units import format_bytes, format_least
 
 
@@ -55,6 +56,7 @@ class Surroundings(Protocol):
     """What brings parameters in around regions (`ptm_accel.model.residency.Residency`)."""
 
     slots: SlotTable
+    executor: Executor
 
     @property
     def forwards(self) -> ForwardCalls:
@@ -249,7 +251,7 @@ class CompiledRegions:
         # The Dynamo context that a function was compiled with, the only holder of its backend and options.
         reader = getattr(compiled, "get_compiler_config", None)
         region = self._build(module, reader and inspect.getclosurevars(reader).nonlocals.get("self"))
-        residency = self._residency
+        residency, own_work = self._residency, self._residency.executor.own_work
 
         # Not a hook: `module.compile()` compiles the calling of hooks too.
         @functools.wraps(compiled)
@@ -257,10 +259,12 @@ class CompiledRegions:
             if torch.compiler.is_dynamo_compiling():
                 return compiled(*args, **kwargs)
             try:
-                residency.forwards.enter(module, region)
+                with own_work():
+                    residency.forwards.enter(module, region)
                 return compiled(*args, **kwargs)
             finally:
-                residency.forwards.leave(module)
+                with own_work():
+                    residency.forwards.leave(module)
 
         module._compiled_call_impl = call
         self._in_place.append((region, call, compiled))

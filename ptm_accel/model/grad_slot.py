@@ -6,6 +6,7 @@ just before the sum is evicted, while all of it is in memory.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -99,7 +100,9 @@ class GradSlot:
         with self._executor.pin(self.value, write=True) as total:
             # The norm may have been taken by an eviction just before.
             self._norm = None
+            begin = time.perf_counter()
             total.add_(gradient)
+            self._pool.stats.elsewhere_s += time.perf_counter() - begin
 
     def widen(self) -> None:
         """Converts the sum to fp32 where sums are kept in fp32."""
@@ -236,12 +239,19 @@ class GradSlot:
     def used_by(self) -> Iterator[torch.Tensor]:
         """The sum, in the parameter's dtype; in-place changes to it are kept."""
         assert self.value is not None
-        narrow = self.slot.value.dtype
-        with self._pool.calls.during(Call.ACCESS, self._pool), self._executor.pin(self.value, write=True) as total:
+        narrow, stats = self.slot.value.dtype, self._pool.stats
+        with (
+            self._executor.own_work(),
+            self._pool.calls.during(Call.ACCESS, self._pool),
+            self._executor.pin(self.value, write=True) as total,
+        ):
             shown = total.detach() if total.dtype == narrow else total.to(narrow)
             version = shown._version
             with self._whole(shown) if self.slot.sharded else nullcontext(shown) as whole:
+                used = time.perf_counter() - stats.elsewhere_s
                 yield whole
+                # Not ours, but for what it has called of ours, which has been counted.
+                stats.elsewhere_s = time.perf_counter() - used
             if total.dtype != narrow and shown._version != version:
                 _take_over(total, shown)
             self.changed()

@@ -7,6 +7,7 @@ What is kept is the running sum over micro-batches, on pages (`ptm_accel.model.g
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -280,7 +281,9 @@ class Gradients:
             grad.widen()
             assert grad.value is not None
             with self._executor.pin(grad.value, write=True) as total:
+                begin = time.perf_counter()
                 total.mul_(coefficient)
+                self._pool.stats.elsewhere_s += time.perf_counter() - begin
             grad.changed()
 
     def drop(self) -> None:
@@ -368,7 +371,8 @@ class Gradients:
         self = known()
         if self is None:
             return
-        task, calls = torch._C._current_graph_task_id(), self._pool.calls
+        task, calls, stats = torch._C._current_graph_task_id(), self._pool.calls, self._pool.stats
+        begin = time.perf_counter() - stats.elsewhere_s
         if task != -1 and task not in calls.tasks:
             calls.begin_backward(self._pool)
         with bare():
@@ -378,10 +382,7 @@ class Gradients:
         grad = self._by_param[id(param)]
         refuse_sparse(grad.slot.name, arrived)
         if grad.spent:
-            raise UnsupportedError(
-                f"a second gradient of {grad.slot.name} has arrived in one backward, after its update: this pass was "
-                "not like those before it. Set update='blocking', and resume from the last checkpoint."
-            )
+            raise _second(grad)
         if grad.used and grad.value is None:
             self.tell_of_used(grad)
         if self.arriving is not None:
@@ -391,23 +392,33 @@ class Gradients:
         del arrived
         if self.sharing is not None and task != -1:
             self.sharing.take(grad, gradient)
-            return
-        # A gradient whose memory a hook of the user's keeps too is copied.
-        held = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > _OF_A_GRADIENT
-        if (
-            grad.value is None
-            and grad.slot.group_part.alone
-            and not ((held or self._pool.copies_in) and self._has_room(gradient.nbytes))
-        ):
-            # The reservation for arrivals becomes the charge of the gradient, unless a copy of it has room beside.
-            self.release_arrival()
-        with torch.no_grad():
-            if not (self.on_host.open and self.on_host.take(grad, gradient)):
-                grad.add(grad.slot.owned(gradient) if grad.slot.sharded else gradient, held=held)
-        del gradient
-        self.hold_arrival()
-        if self.taken is not None:
-            self.taken(grad)
+        else:
+            # A gradient whose memory a hook of the user's keeps too is copied.
+            held = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > _OF_A_GRADIENT
+            if (
+                grad.value is None
+                and grad.slot.group_part.alone
+                and not ((held or self._pool.copies_in) and self._has_room(gradient.nbytes))
+            ):
+                # The reservation for arrivals becomes the charge of the gradient, unless a copy of it has room beside.
+                self.release_arrival()
+            with torch.no_grad():
+                if not (self.on_host.open and self.on_host.take(grad, gradient)):
+                    grad.add(grad.slot.owned(gradient) if grad.slot.sharded else gradient, held=held)
+            del gradient
+            self.hold_arrival()
+            if self.taken is not None:
+                self.taken(grad)
+        spent = time.perf_counter() - stats.elsewhere_s - begin
+        stats.own_s += spent
+        stats.elsewhere_s += spent
+
+
+def _second(grad: GradSlot) -> UnsupportedError:
+    return UnsupportedError(
+        f"a second gradient of {grad.slot.name} has arrived in one backward, after its update: this pass was not like "
+        "those before it. Set update='blocking', and resume from the last checkpoint."
+    )
 
 
 def refuse_sparse(name: str, gradient: torch.Tensor) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
+
 from ptm_accel.errors import PagedModelError
+from ptm_accel.memory.traffic import PoolStats
 
 COPY_HELP = (
     "Its parameters are on pages and may be away. Use `ptm_accel.plain_copy(model)` for an ordinary copy in memory, "
@@ -20,14 +24,25 @@ class Hook:
 
     Args:
         call: what it does.
+        stats: where the time that it takes is counted.
     """
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Callable[..., Any], stats: PoolStats) -> None:
         self._call = call
+        self._stats = stats
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Does it."""
-        return self._call(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            # Dynamo cannot trace clocks.
+            return self._call(*args, **kwargs)
+        stats = self._stats
+        begin = time.perf_counter() - stats.elsewhere_s
+        result = self._call(*args, **kwargs)
+        spent = time.perf_counter() - stats.elsewhere_s - begin
+        stats.own_s += spent
+        stats.elsewhere_s += spent
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         # torch pickles a module's hooks before its parameters, which would say so as well.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import torch
 
@@ -66,15 +67,20 @@ class Norms:
             norm_type: the p of the p-norm.
             part: it is a range of one, whose norm is put together from those of all ranks: in fp32.
         """
+        begin = time.perf_counter()
         if not ((self.wide or part) and is_narrow(gradient.dtype)):
-            return norm_of(gradient, norm_type)
-        with self._lock:
-            extent = None if self._room is None else self._room.extent
-            nbytes = gradient.numel() * 4
-            if extent is not None and nbytes <= extent.tensor.numel():
-                copied = extent.tensor[:nbytes].view(torch.float32).view(gradient.shape)
-                gradient = copied.copy_(gradient)
-            return norm_of(gradient, norm_type, torch.float32)
+            norm = norm_of(gradient, norm_type)
+        else:
+            with self._lock:
+                extent = None if self._room is None else self._room.extent
+                nbytes = gradient.numel() * 4
+                if extent is not None and nbytes <= extent.tensor.numel():
+                    copied = extent.tensor[:nbytes].view(torch.float32).view(gradient.shape)
+                    gradient = copied.copy_(gradient)
+                norm = norm_of(gradient, norm_type, torch.float32)
+        # It is computed without pages as well.
+        self._pool.stats.elsewhere_s += time.perf_counter() - begin
+        return norm
 
 
 def norm_of(gradient: torch.Tensor, norm_type: float, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -27,6 +27,7 @@ class Residency:
         table: finds the slot of a storage.
 
     Attributes:
+        executor: see above.
         regions: the model's compiled regions.
         forwards: those of its modules.
         accesses: serves uses of parameters and gradients outside of forwards.
@@ -34,6 +35,7 @@ class Residency:
 
     def __init__(self, executor: Executor, slots: SlotTable, table: ExtentTable) -> None:
         self.slots = slots
+        self.executor = executor
         self.regions = CompiledRegions(self)
         self.forwards = Forwards(executor, slots, table, self.regions)
         self.accesses = Accesses(executor, slots, self.forwards)
@@ -54,16 +56,17 @@ class Residency:
 
     def hook(self, module: nn.Module) -> None:
         """Puts the forward hooks on a module that has none of them yet."""
-        forwards = self.forwards
+        forwards, stats = self.forwards, self.executor.pool.stats
         if module in forwards.hooked:
             return
         if type(module).__module__.startswith(_LIBRARIES) and "forward" not in vars(module):
             forwards.trusted.add(module)
         if module is forwards.root:
-            before = module.register_forward_pre_hook(RootHook(forwards.enter_root), prepend=True, with_kwargs=True)
+            hook = RootHook(forwards.enter_root, stats)
+            before = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         else:
-            before = module.register_forward_pre_hook(Hook(forwards.call_begins), prepend=True)
-        after = module.register_forward_hook(Hook(forwards.call_ends), always_call=True)
+            before = module.register_forward_pre_hook(Hook(forwards.call_begins, stats), prepend=True)
+        after = module.register_forward_hook(Hook(forwards.call_ends, stats), always_call=True)
         forwards.hooked[module] = before, after
 
     def covers(self, model: nn.Module) -> bool:

@@ -18,6 +18,7 @@ values; except under activation checkpointing, which computes with the present o
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -27,6 +28,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ptm_accel.errors import StaleGraphError
+from ptm_accel.memory.traffic import PoolStats
 from ptm_accel.model.addresses import CastSource, ExtentTable
 from ptm_accel.model.away import AwayParameter, bare
 from ptm_accel.model.slots import ParamSlot
@@ -131,9 +133,10 @@ def _is_checkpointing(hook: Hook | None) -> bool:
 class _Pack:
     """Replaces a saved parameter by a `SavedView`, and passes other tensors on."""
 
-    def __init__(self, table: ExtentTable, other: Hook | None) -> None:
+    def __init__(self, table: ExtentTable, stats: PoolStats, other: Hook | None) -> None:
         # Weak: graphs may outlive the model.
         self._known = weakref.ref(table)
+        self._stats = stats
         self.recomputed: bool = other.recomputed if isinstance(other, _Pack) else _is_checkpointing(other)
         self._other = other
 
@@ -142,6 +145,9 @@ class _Pack:
         return self._known() is table or (isinstance(self._other, _Pack) and self._other.covers(table))
 
     def __call__(self, tensor: torch.Tensor) -> Any:
+        packed: Any = None
+        stats, other = self._stats, self._other
+        begin = time.perf_counter() - stats.elsewhere_s
         table, kind, source = self._known(), type(tensor), None
         if table is None:
             pass
@@ -157,26 +163,36 @@ class _Pack:
         ):
             source = table.find(tensor)
         if source is not None:
-            if self.recomputed and self._other is not None:
+            if self.recomputed and other is not None:
                 # To be counted; what comes of it is dropped.
-                self._other(tensor)
+                other(tensor)
             with bare():
-                return SavedView(source, tensor, checked=not self.recomputed)
-        if self._other is not None:
-            return self._other(tensor)
-        # Detached: a node that saves its own output would be a reference cycle.
-        return tensor.detach(), tensor._version
+                packed = SavedView(source, tensor, checked=not self.recomputed)
+        elif other is None:
+            # Detached: a node that saves its own output would be a reference cycle.
+            packed = tensor.detach(), tensor._version
+        spent = time.perf_counter() - stats.elsewhere_s - begin
+        stats.own_s += spent
+        stats.elsewhere_s += spent
+        return packed if packed is not None or other is None else other(tensor)
 
 
 class _Unpack:
     """The other half of `_Pack`."""
 
-    def __init__(self, other: Hook | None) -> None:
+    def __init__(self, stats: PoolStats, other: Hook | None) -> None:
+        self._stats = stats
         self._other = other
 
     def __call__(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, SavedView):
-            return packed.make()
+            stats = self._stats
+            begin = time.perf_counter() - stats.elsewhere_s
+            made = packed.make()
+            spent = time.perf_counter() - stats.elsewhere_s - begin
+            stats.own_s += spent
+            stats.elsewhere_s += spent
+            return made
         if self._other is not None:
             unpacked: torch.Tensor = self._other(packed)
             return unpacked
@@ -193,10 +209,12 @@ class SavedTensors:
 
     Args:
         table: finds the source of a storage.
+        stats: where the time that they take is counted.
     """
 
-    def __init__(self, table: ExtentTable) -> None:
+    def __init__(self, table: ExtentTable, stats: PoolStats) -> None:
         self._table = table
+        self._stats = stats
 
     def cover(self, *, together: bool = False) -> AbstractContextManager[Any] | None:
         """The hooks as a context; None where they are active already, or hooks are disabled.
@@ -209,11 +227,11 @@ class SavedTensors:
             return None
         others = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if others is None:
-            return saved_tensors_hooks(_Pack(self._table, None), _Unpack(None))
+            return saved_tensors_hooks(_Pack(self._table, self._stats, None), _Unpack(self._stats, None))
         pack, unpack = others
         if (together and _is_checkpointing(pack)) or (isinstance(pack, _Pack) and pack.covers(self._table)):
             return None
-        return saved_tensors_hooks(_Pack(self._table, pack), _Unpack(unpack))
+        return saved_tensors_hooks(_Pack(self._table, self._stats, pack), _Unpack(self._stats, unpack))
 
     @property
     def on_top(self) -> bool:
@@ -242,4 +260,5 @@ class SavedTensors:
         if (isinstance(pack, _Pack) and pack.covers(self._table)) or _is_checkpointing(pack):
             return
         _AUTOGRAD._pop_saved_tensors_default_hooks()
-        _AUTOGRAD._push_saved_tensors_default_hooks(_Pack(self._table, pack), _Unpack(unpack))
+        ours = _Pack(self._table, self._stats, pack), _Unpack(self._stats, unpack)
+        _AUTOGRAD._push_saved_tensors_default_hooks(*ours)

@@ -56,7 +56,7 @@ class StateDictHooks:
         for module in model.modules():
             if module._parameters:
                 self.modules.add(module)
-                self._handles.append(module.register_state_dict_post_hook(Hook(self._fill)))
+                self._handles.append(module.register_state_dict_post_hook(Hook(self._fill, self._pool.stats)))
 
     def remove(self) -> None:
         """Takes the hooks off."""

@@ -126,7 +126,7 @@ class LockFreeUpdates(Updates):
             super().step(work, scale, hyper, overlaps=False)
             return
         begin, stats = time.perf_counter(), self._pool.stats
-        begin -= stats.stall_s
+        begin -= stats.elsewhere_s
         with self._at_work():
             groups = [self._own(state) for _, state, _ in later]
         if now := [entry for entry in work if not entry[1].slot.group.movable]:
@@ -147,7 +147,7 @@ class LockFreeUpdates(Updates):
             for _, _, grad in handed:
                 grad.drop()
             raise
-        self._run_ahead.exclude(time.perf_counter() - stats.stall_s - begin)
+        self._run_ahead.exclude(time.perf_counter() - stats.elsewhere_s - begin)
 
     def _refuse_written(self) -> None:
         """Refuses what somebody has written beside waiting updates: what is adopted would undo it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container
 from functools import partial
 from typing import Any
@@ -149,11 +150,13 @@ class PagedOptimizer(torch.optim.Optimizer):
                 self._pool.admission.shrink()
             self.ended()
         else:
-            with self._pool.calls.during(Call.STEP, self._pool):
+            with self._states.executor.own_work(), self._pool.calls.during(Call.STEP, self._pool):
                 self._step_on_pages()
 
     def _step_on_pages(self) -> None:
-        self._run_ahead.end_step()
+        with self._states.executor.own_work():
+            # It may plan anew, which is counted before the step has ended.
+            self._run_ahead.end_step()
         # What is updated here and what is left to be done are one step: half of it would be no state of the model.
         try:
             self._step()
@@ -190,7 +193,9 @@ class PagedOptimizer(torch.optim.Optimizer):
             # What is left of the gradients, if anything, is for another try.
             self.gradients.scale = scale
             raise
+        begin = time.perf_counter()
         self.others.step(hyper)
+        self._pool.stats.elsewhere_s += time.perf_counter() - begin
 
     # ---- the step, before it is asked for ----------------------------------------------------------------------
 
@@ -278,7 +283,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             UnsupportedError: updates have begun during backward, and their step has not come yet; or somebody looks at
                 the gradients.
         """
-        with self._pool.calls.during(Call.ACCESS, self._pool):
+        with self._states.executor.own_work(), self._pool.calls.during(Call.ACCESS, self._pool):
             self.gradients.drop(set_to_none)
         (self.others if self._leave_plain is None else self.inner).zero_grad(set_to_none)
 

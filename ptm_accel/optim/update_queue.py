@@ -326,7 +326,7 @@ class UpdateQueue:
             loses: the step is lost if there is no room for it; otherwise nothing is done yet, and all is still pending.
         """
         pool = self._pool
-        begin = time.perf_counter() - pool.stats.stall_s
+        begin = time.perf_counter() - pool.stats.elsewhere_s
         try:
             # Whatever surrounds the forward (autocast, gradients, torch function modes) is not for the update.
             with self._executor.aside(), plainly(pool.compute.device.type), torch.no_grad():
@@ -343,7 +343,7 @@ class UpdateQueue:
                 finally:
                     self._working = False
         finally:
-            self._spent(time.perf_counter() - pool.stats.stall_s - begin)
+            self._spent(time.perf_counter() - pool.stats.elsewhere_s - begin)
 
     # ---- the end -----------------------------------------------------------------------------------------------
 

@@ -112,9 +112,9 @@ class Updates:
             for entry in work:
                 (later if self._can_wait(entry[1]) else now).append(entry)
         stats = self._compute.pool.stats
-        begin = time.perf_counter() - stats.stall_s
+        begin = time.perf_counter() - stats.elsewhere_s
         self._run_now(now, later, scale, hyper)
-        self._run_ahead.exclude(time.perf_counter() - stats.stall_s - begin)
+        self._run_ahead.exclude(time.perf_counter() - stats.elsewhere_s - begin)
         if order is not None and (later or early is not None):
             handed = [(group, state, grad.hand_over()) for group, state, grad in later]
             if early is None:

@@ -17,7 +17,7 @@ class HostClock:
     `Moment.compute_s` stands still while memory is waited for, while updates are carried out, and between passes.
 
     Args:
-        stats: counts seconds of waiting for memory.
+        stats: counts seconds of waiting for memory, and of our own work.
         tally: counts seconds of updates.
     """
 
@@ -28,7 +28,8 @@ class HostClock:
     def mark(self) -> Mark:
         """Marks this moment of the running pass."""
         now_s = time.perf_counter()
-        return Mark(Moment(now_s, now_s - self._stats.stall_s - self._tally.update_s))
+        stats = self._stats
+        return Mark(Moment(now_s, now_s - stats.stall_s - self._tally.update_s, stats.own_s))
 
     def begin(self) -> Mark:
         """Begins a pass."""
@@ -52,6 +53,7 @@ class HostClock:
             beside: they ran beside a pass.
         """
         self._tally.update_s += seconds
+        self._stats.elsewhere_s += seconds
         if beside:
             self._tally.beside_s += seconds
 

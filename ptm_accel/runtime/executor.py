@@ -6,6 +6,7 @@ then the plan of the pass is followed, then the pool brings the block in. Update
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -254,6 +255,19 @@ class Executor:
                 yield
         finally:
             self._aside = before
+
+    @contextmanager
+    def own_work(self) -> Iterator[None]:
+        """Counts the time inside as our own work (`PoolStats.own_s`). What is called often does so without a call.
+
+        After an exception nothing is counted: the pass is not counted either.
+        """
+        stats = self.pool.stats
+        begin = time.perf_counter() - stats.elsewhere_s
+        yield
+        spent = time.perf_counter() - stats.elsewhere_s - begin
+        stats.own_s += spent
+        stats.elsewhere_s += spent
 
     def give_way(self) -> bool:
         """Makes a pending update that holds memory; False if there is none."""

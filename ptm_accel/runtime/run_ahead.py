@@ -109,12 +109,36 @@ class RunAhead(Following):
             kind: of the pass.
             elements: of its batch.
         """
+        # What is done before the pass is no part of it.
+        with self._executor.own_work():
+            found = self._prepare(kind, elements)
+        if found is None:
+            return
+        key, route = found
+        self._marks = [self._clock.begin()]
+        # Nothing of a settled pass need be recorded: beside a device, that costs its events.
+        writes = route is None or not route.watch.settled or self._outgrows(route, elements)
+        self._recorder, self._most = Recorder(key, writes=writes), None
+        self._route, self._position, self._strays = route, 0, 0
+        self._executor.plan = self
+        if route is not None and route.has_plan:
+            self._pool.next_use = self.next_use
+            self._ask_for_absent(route)
+            self._note_surplus(route)
+            self._prefetch()
+
+    def _prepare(self, kind: Kind, elements: int) -> tuple[PassKey, Route | None] | None:
+        """Ends the pass before, and finds or makes the plan of the next one.
+
+        Returns:
+            its key, and what is known of it; None where passes are not planned.
+        """
         self.end()
         self._evaluates, self._elements = kind.evaluates, elements
         # Pending updates belong to the step before, whatever pass they run beside.
         self.evaluation(kind.evaluates and self.beside is None)
         if not self.enabled or self._pool.fits_on_card:
-            return
+            return None
         sums = self.sums()
         updates = self._when_updated(kind, sums)
         key = PassKey(kind, sums, updates)
@@ -130,17 +154,7 @@ class RunAhead(Following):
             if updates is not UpdateTiming.APART and route.trains and route.choice is not None:
                 self._on_host = route.choice.on_host
         self._updates_when = updates
-        self._marks = [self._clock.begin()]
-        # Nothing of a settled pass need be recorded: beside a device, that costs its events.
-        writes = route is None or not route.watch.settled or self._outgrows(route, elements)
-        self._recorder, self._most = Recorder(key, writes=writes), None
-        self._route, self._position, self._strays = route, 0, 0
-        self._executor.plan = self
-        if route is not None and route.has_plan:
-            self._pool.next_use = self.next_use
-            self._ask_for_absent(route)
-            self._note_surplus(route)
-            self._prefetch()
+        return key, route
 
     def _outgrows(self, route: Route, elements: int) -> bool:
         """Whether a batch is so large that the plan is not for such ones."""
@@ -178,7 +192,7 @@ class RunAhead(Following):
         recorder, route = ended.recorder, ended.route
         took_s = moments[-1].total_s - moments[0].total_s
         if not ended.evaluates:
-            self._count(route, took_s, moments[-1].compute_s - moments[0].compute_s)
+            self._count(route, moments[0], moments[-1])
         # Another plan may have been made since it ended.
         known = self.routes.get(recorder.key) is route
         if not len(recorder) or not known:
@@ -227,12 +241,13 @@ class RunAhead(Following):
         if self.enabled:
             self._clock.begin_update()
 
-    def _count(self, route: Route | None, took_s: float, compute_s: float) -> None:
+    def _count(self, route: Route | None, first: Moment, last: Moment) -> None:
         """Adds a pass to the tally."""
-        tally = self.tally
+        tally, took_s = self.tally, last.total_s - first.total_s
         tally.passes += 1
         tally.passes_s += took_s
-        tally.compute_s += compute_s
+        tally.compute_s += last.compute_s - first.compute_s
+        tally.own_s += last.own_s - first.own_s
         if route is not None and route.foretold_s is not None:
             tally.foretold += 1
             tally.foretold_s += route.foretold_s

@@ -14,7 +14,8 @@ class Tally:
     Attributes:
         passes: forwards, each with the backward that followed it, if there was one.
         passes_s: from their begin to their end, waiting and updates beside them included.
-        compute_s: of that, their own arithmetic.
+        compute_s: of that, without waiting and updates: what plans count with.
+        own_s: of that, the work of `ptm_accel` on the thread that computes; the rest is arithmetic.
         update_s: the arithmetic of updates, beside a pass or between two.
         beside_s: of that, since passes are planned, with updates that follow the reading order.
         host_s: the arithmetic of updates on the CPU beside a device, in a thread of its own.
@@ -27,6 +28,7 @@ class Tally:
     passes: int = 0
     passes_s: float = 0.0
     compute_s: float = 0.0
+    own_s: float = 0.0
     update_s: float = 0.0
     beside_s: float = 0.0
     host_s: float = 0.0

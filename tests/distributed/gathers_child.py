@@ -13,6 +13,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import ptm_accel.distributed.ranks as module
 from ptm_accel.memory.cut import Cut
+from ptm_accel.memory.traffic import PoolStats
 from ptm_accel.model.groups import Piece, Share
 
 ROUNDS, AT_ONCE, SIZES = 300, 8, (13, 40)
@@ -38,7 +39,7 @@ def coalesced(*args: Any, **kwargs: Any) -> Any:
 def main() -> None:
     dist.init_process_group("gloo")
     module._coalescing_manager = coalesced
-    ranks = module.Ranks(torch.device("cpu"))
+    ranks = module.Ranks(torch.device("cpu"), PoolStats())
     handle, numel = share(ranks)
     wholes = [torch.zeros(numel * 4, dtype=torch.uint8) for _ in range(AT_ONCE)]
     for _ in range(ROUNDS):

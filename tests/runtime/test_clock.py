@@ -18,13 +18,20 @@ def test_the_host_knows_at_once_and_leaves_out_waits_and_updates(monkeypatch: py
     clock = HostClock(stats, tally)
     marks = [clock.begin(), clock.mark()]
     stats.stall_s += 2.0
+    stats.own_s += 0.25
     marks.append(clock.mark())
     clock.begin_update()
     clock.exclude(3.0, beside=False)
     clock.exclude(1.5, beside=True)
     clock.give_up()
     marks.append(clock.end())
-    assert clock.read(marks) == [Moment(10.0, 10.0), Moment(11.0, 11.0), Moment(14.0, 12.0), Moment(20.0, 13.5)]
+    assert clock.read(marks) == [
+        Moment(10.0, 10.0),
+        Moment(11.0, 11.0),
+        Moment(14.0, 12.0, 0.25),
+        Moment(20.0, 13.5, 0.25),
+    ]
+    assert stats.elsewhere_s == 4.5, "what it passed in is no work of ours"
     assert tally == Tally(update_s=4.5, beside_s=1.5)
 
 

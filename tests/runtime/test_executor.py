@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from ptm_accel.memory.block import Block, Place
@@ -51,6 +52,19 @@ class Told:
 
 def block(executor: Executor, name: str) -> Block:
     return executor.pool.create(name, Tag.PARAM, torch.Size([ELEMENTS]), torch.float32)
+
+
+def test_own_work_within_own_work_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with memory_of(2, tmp_path) as memory:
+        executor, stats = Executor(memory.pool), memory.pool.stats
+        now = iter([0.0, 1.0, 3.0, 3.0, 8.0, 10.0])
+        monkeypatch.setattr("time.perf_counter", lambda: next(now))
+        with executor.own_work():
+            with executor.own_work():
+                pass
+            with memory.pool.traffic.stalled():
+                pass
+        assert (stats.own_s, stats.stall_s, stats.elsewhere_s) == (5.0, 5.0, 10.0)
 
 
 def test_the_plan_is_told_of_accesses_but_for_those_of_updates(tmp_path: Path) -> None:
