@@ -218,8 +218,14 @@ class Metrics:
         seconds = now.timed_s - before.timed_s
         return (now.timed_tokens - before.timed_tokens) / seconds if seconds > 0 else 0.0
 
-    def _bound(self, before: Reading, now: Reading) -> tuple[float, Resource] | None:
-        """The least that a step between two readings could have taken, and by what; None where that is not known."""
+    def _bound(self, before: Reading, now: Reading, known: StepParts | None = None) -> tuple[float, Resource] | None:
+        """The least that a step between two readings could have taken, and by what; None where that is not known.
+
+        Args:
+            before: the first reading.
+            now: the second.
+            known: of those steps, the ones beside whose time the bound is shown.
+        """
         steps = now.steps - before.steps
         first, last = before.tally, now.tally
         if self.rates is None or steps <= 0 or last.passes == first.passes:
@@ -231,17 +237,19 @@ class Metrics:
         if self._memory.device is None:
             # What is loaded comes from disk.
             link, disk, read, written = None, self.rates, loaded, stored
-        network_s = now.network_s - before.network_s
+        if known is None or not known.steps:
+            known = StepParts(steps, sums=Parts(*map(operator.sub, self._parts(now), self._parts(before))))
+        each = known.mean
         cost = StepCost(
-            forward_s=max(self._parts(now).compute_s - self._parts(before).compute_s, 0.0) / steps,
+            forward_s=max(each.compute_s, 0.0),
             backward_s=0.0,
-            update_s=(last.update_s - first.update_s) / steps,
+            update_s=each.update_s,
             host_s=(last.host_s - first.host_s) / steps,
             in_bytes=loaded / steps,
             out_bytes=stored / steps,
             read_bytes=read / steps,
             written_bytes=written / steps,
-            network_s=network_s / steps,
+            network_s=(now.network_s - before.network_s) / steps,
         )
         return lower_bound(cost, link, disk)
 
@@ -322,7 +330,7 @@ class Metrics:
         if self._warm is None or not self._steps_s:
             return {}
         now = self.read()
-        bound, reason = self._bound(self._warm, now) or (0.0, None)
+        bound, reason = self._bound(self._warm, now, self._made_of) or (0.0, None)
         if not bound or reason is None:
             return {}
         # The bound is a mean over all steps: beside a median, steps of several kinds would seem to go below it.

@@ -102,6 +102,7 @@ def test_each_second_of_a_step_is_counted_once(monkeypatch: pytest.MonkeyPatch, 
         assert times["compute"].startswith("8.000 s in forward and backward, ")
         assert times["own work"] == "4.125 s of ptm_accel on the thread that trains; 0.000 s for all else"
         assert f"{made_of.sums.stall_s / 6:.3f} s for pages" == times["waited"]
+        assert times["lower bound"].startswith("16.000 s (compute); "), "with updates, and with nothing else"
 
 
 def test_nothing_is_said_of_what_is_not_known(tmp_path: Path) -> None:

@@ -44,6 +44,11 @@ class StepParts:
     sums: Parts = field(default_factory=lambda: Parts(0.0, 0.0, 0.0))
     before: Parts | None = None
 
+    @property
+    def mean(self) -> Parts:
+        """Of one step."""
+        return Parts(*(seconds / self.steps for seconds in self.sums))
+
     def rows(self, *, on_thread: bool, ranks: bool) -> dict[str, str]:
         """Returns what a step was made of on average; empty where no step is known.
 
@@ -53,7 +58,7 @@ class StepParts:
         """
         if not self.steps:
             return {}
-        each = Parts(*(seconds / self.steps for seconds in self.sums))
+        each = self.mean
         # Not -0.000.
         rest_s = round(self.steps_s / self.steps - sum(each[:-1]), 3) + 0.0
         waited = f"{each.stall_s:.3f} s for pages"
