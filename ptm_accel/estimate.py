@@ -247,7 +247,7 @@ class _Counting:
             self._model,
             self._executor,
             slots,
-            ExtentTable(),
+            ExtentTable(self._executor.pool.stats),
             small=small_bytes(self._page_bytes),
             paged={},
             group_bytes=group_bytes,

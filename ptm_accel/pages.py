@@ -77,7 +77,7 @@ class Pages:
         self.pool = memory.pool
         self.executor = Executor(self.pool)
         self.slots = SlotTable()
-        self.table = ExtentTable()
+        self.table = ExtentTable(self.pool.stats)
         self.residency = Residency(self.executor, self.slots, self.table)
         self.run_ahead = self.residency.forwards.run_ahead
         self.state_dicts = StateDictHooks(self.executor, self.slots)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ptm_accel.memory.block import Block
+from ptm_accel.memory.traffic import PoolStats
 from ptm_accel.model.away import AwayParameter, bare
 from ptm_accel.model.slots import ParamSlot
 
@@ -17,6 +18,9 @@ class ExtentTable:
     """Finds the parameter in whose buffer (or cast copy) a tensor lies, by the address of the tensor's storage.
 
     Addresses are reused: an entry is valid only while the storage it was made for lives.
+
+    Args:
+        stats: where the time of our own work is counted.
     """
 
     kinds: tuple[type, ...] = (torch.Tensor, nn.Parameter, AwayParameter)
@@ -27,7 +31,8 @@ class ExtentTable:
         """Returns the key of `tensor`'s storage."""
         return tensor.untyped_storage().data_ptr()
 
-    def __init__(self) -> None:
+    def __init__(self, stats: PoolStats) -> None:
+        self.stats = stats
         self.addresses: dict[int, tuple[Members | CastSource, StorageWeakRef]] = {}
 
     def add(self, tensor: torch.Tensor, source: Members | CastSource) -> int:

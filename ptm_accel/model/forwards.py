@@ -116,7 +116,7 @@ class Forwards:
 
     def __init__(self, executor: Executor, slots: SlotTable, table: ExtentTable, regions: CompiledRegions) -> None:
         self.casts = CastCache(executor.pool, slots, table)
-        self.saved = SavedTensors(table, executor.pool.stats)
+        self.saved = SavedTensors(table)
         self.run_ahead = RunAhead(executor)
         self.root: nn.Module | None = None
         self.owner: object = None

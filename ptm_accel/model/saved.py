@@ -28,7 +28,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ptm_accel.errors import StaleGraphError
-from ptm_accel.memory.traffic import PoolStats
 from ptm_accel.model.addresses import CastSource, ExtentTable
 from ptm_accel.model.away import AwayParameter, bare
 from ptm_accel.model.slots import ParamSlot
@@ -100,6 +99,7 @@ class SavedView:
         source = self.source
         slot = source if isinstance(source, ParamSlot) else source.slot
         task, pool = torch._C._current_graph_task_id(), slot.pool
+        begin = time.perf_counter() - pool.stats.elsewhere_s
         if task != -1 and task not in pool.calls.tasks:
             pool.calls.begin_backward(pool)
         if self._counter is not None and self._counter._version != self._version:
@@ -123,6 +123,9 @@ class SavedView:
             view = view.conj()
         if negated:
             view = torch._neg_view(view)
+        spent = time.perf_counter() - pool.stats.elsewhere_s - begin
+        pool.stats.own_s += spent
+        pool.stats.elsewhere_s += spent
         return view
 
 
@@ -133,10 +136,9 @@ def _is_checkpointing(hook: Hook | None) -> bool:
 class _Pack:
     """Replaces a saved parameter by a `SavedView`, and passes other tensors on."""
 
-    def __init__(self, table: ExtentTable, stats: PoolStats, other: Hook | None) -> None:
+    def __init__(self, table: ExtentTable, other: Hook | None) -> None:
         # Weak: graphs may outlive the model.
         self._known = weakref.ref(table)
-        self._stats = stats
         self.recomputed: bool = other.recomputed if isinstance(other, _Pack) else _is_checkpointing(other)
         self._other = other
 
@@ -146,12 +148,12 @@ class _Pack:
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         packed: Any = None
-        stats, other = self._stats, self._other
-        begin = time.perf_counter() - stats.elsewhere_s
-        table, kind, source = self._known(), type(tensor), None
+        other, table, kind, source = self._other, self._known(), type(tensor), None
         if table is None:
-            pass
-        elif kind is AwayParameter:
+            return (tensor.detach(), tensor._version) if other is None else other(tensor)
+        stats = table.stats
+        begin = time.perf_counter() - stats.elsewhere_s
+        if kind is AwayParameter:
             # Saved by a custom autograd function.
             with bare():
                 source = table.find(tensor)
@@ -180,19 +182,12 @@ class _Pack:
 class _Unpack:
     """The other half of `_Pack`."""
 
-    def __init__(self, stats: PoolStats, other: Hook | None) -> None:
-        self._stats = stats
+    def __init__(self, other: Hook | None) -> None:
         self._other = other
 
     def __call__(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, SavedView):
-            stats = self._stats
-            begin = time.perf_counter() - stats.elsewhere_s
-            made = packed.make()
-            spent = time.perf_counter() - stats.elsewhere_s - begin
-            stats.own_s += spent
-            stats.elsewhere_s += spent
-            return made
+            return packed.make()
         if self._other is not None:
             unpacked: torch.Tensor = self._other(packed)
             return unpacked
@@ -209,12 +204,10 @@ class SavedTensors:
 
     Args:
         table: finds the source of a storage.
-        stats: where the time that they take is counted.
     """
 
-    def __init__(self, table: ExtentTable, stats: PoolStats) -> None:
+    def __init__(self, table: ExtentTable) -> None:
         self._table = table
-        self._stats = stats
 
     def cover(self, *, together: bool = False) -> AbstractContextManager[Any] | None:
         """The hooks as a context; None where they are active already, or hooks are disabled.
@@ -227,11 +220,11 @@ class SavedTensors:
             return None
         others = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if others is None:
-            return saved_tensors_hooks(_Pack(self._table, self._stats, None), _Unpack(self._stats, None))
+            return saved_tensors_hooks(_Pack(self._table, None), _Unpack(None))
         pack, unpack = others
         if (together and _is_checkpointing(pack)) or (isinstance(pack, _Pack) and pack.covers(self._table)):
             return None
-        return saved_tensors_hooks(_Pack(self._table, self._stats, pack), _Unpack(self._stats, unpack))
+        return saved_tensors_hooks(_Pack(self._table, pack), _Unpack(unpack))
 
     @property
     def on_top(self) -> bool:
@@ -260,5 +253,4 @@ class SavedTensors:
         if (isinstance(pack, _Pack) and pack.covers(self._table)) or _is_checkpointing(pack):
             return
         _AUTOGRAD._pop_saved_tensors_default_hooks()
-        ours = _Pack(self._table, self._stats, pack), _Unpack(self._stats, unpack)
-        _AUTOGRAD._push_saved_tensors_default_hooks(*ours)
+        _AUTOGRAD._push_saved_tensors_default_hooks(_Pack(self._table, pack), _Unpack(unpack))

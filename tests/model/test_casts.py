@@ -354,7 +354,7 @@ def test_copies_without_gradients_are_not_remembered(tmp_path: Path) -> None:
 
 def table_of(tmp_path: Path) -> tuple[ExtentTable, ParamSlot, Engine | None]:
     memory = build_memory(Capacities(page_bytes=PAGE, host_bytes=1 << 20), torch.device("cpu"))
-    table = ExtentTable()
+    table = ExtentTable(memory.pool.stats)
     param = nn.Parameter(torch.zeros(WIDTH))
     group = group_of("p", param, small=0)
     value = group.part(0, "", Tag.PARAM, param.dtype, memory.pool)

@@ -41,7 +41,7 @@ def floor_of(
 ) -> Floor:
     pool = build_memory(Capacities(page_bytes=PAGE, host_bytes=1 << 30), torch.device("cpu")).pool
     slots = SlotTable()
-    take_parameters(model, Executor(pool), slots, ExtentTable(), small=PAGE // 64, paged={})
+    take_parameters(model, Executor(pool), slots, ExtentTable(pool.stats), small=PAGE // 64, paged={})
     return least_budget(model, slots, optimizer_memory, masters=masters, window_bytes=PAGE, held_bytes=held)
 
 
