@@ -23,7 +23,7 @@ from ptm_accel.memory.disk import bounce_bytes
 from ptm_accel.memory.setup import Capacities, frame_bytes
 from ptm_accel.memory.swap_space import SPARES
 from ptm_accel.model.floor import FUSED_ADAMW, OptimizerMemory
-from ptm_accel.outlook import Outlook, Work, outlook
+from ptm_accel.outlook import Outlook, Work, outlook, overflowing
 from ptm_accel.speeds import Speeds, on_cpu, products_s
 from ptm_accel.units import parse_bytes
 
@@ -167,7 +167,9 @@ def fitting(work: Work, hardware: Hardware, budgets: Budgets | None = None) -> F
     found = step(speeds=_speeds(work, machine, spills=away > (budgets.ram if on_device else 0)))
     tiers = _held(needs, found, budgets)
     in_ram = None
-    if on_device and tiers[SSD].pages_bytes:
+    if on_device and (missing := tiers[SSD].pages_bytes):
+        assert machine.link is not None and machine.ssd is not None, machine
+        found = overflowing(found, missing, machine.link, machine.ssd)
         in_ram = step(speeds=_speeds(work, replace(machine, ram_bytes=away), spills=False))
     return Fitting(Fit.STAYS if stays else Fit.MOVES, needs, pass_bytes, budgets, tiers, [], found, in_ram)
 
@@ -241,15 +243,14 @@ def _speeds(work: Work, machine: Hardware, *, spills: bool) -> Speeds:
     trained = [param for param in work.model.parameters() if param.requires_grad]
     dtype = max(trained, key=lambda param: param.nbytes).dtype if trained else torch.float32
     moved = update_bytes(dtype, work)
-    disk = machine.ssd if spills else None
     network = machine.network_bytes_s if work.processes > 1 else None
     updates = machine.ram_bytes_s / moved
     if machine.gpu is not None:
         update = machine.gpu.memory_bytes_s * MEMORY_SHARE / moved
-        host = updates if disk is None and machine.ram_bytes else None
-        return Speeds(machine.gpu.flops * KERNEL_SHARE, update, machine.link, disk, host, network)
+        host = updates if machine.ram_bytes and not spills else None
+        return Speeds(machine.gpu.flops * KERNEL_SHARE, update, machine.link, None, host, network)
     flops = products_s(torch.device("cpu"), dtype) if machine.cpu_flops is None else machine.cpu_flops
-    return on_cpu(flops, updates, disk, network)
+    return on_cpu(flops, updates, machine.ssd if spills else None, network)
 
 
 def update_bytes(dtype: torch.dtype, work: Work) -> int:

@@ -7,7 +7,7 @@ between. From there on it is planned and simulated as any other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -147,6 +147,24 @@ def outlook(
         return _all_fits(division, touched, while_all_fits(speeds), needs)
     refuse_less(capacity_bytes, needs, touched.pass_bytes if counts_activations else 0)
     return _planned(work, touched, speeds, needs, max(capacity_bytes - reserved, needs.least_bytes))
+
+
+def overflowing(found: Outlook, missing_bytes: int, link: LinkRates, disk: LinkRates) -> Outlook:
+    """Returns the same step where host memory under a device lacks room: what it lacks lies on the disk.
+
+    Pages leave host memory by their next use, so a step reads and writes about as much as there is no room for. The
+    time of that is added: the thread that computes waits for pages to be written.
+
+    Args:
+        found: the step with all the host memory that it needs.
+        missing_bytes: what there is no room for.
+        link: the rates of the link to the device.
+        disk: those of the disk.
+    """
+    read, written = min(missing_bytes, found.in_bytes), min(missing_bytes, found.out_bytes)
+    cost = replace(found.cost, read_bytes=read, written_bytes=written)
+    disk_s = disk.seconds(read, written)
+    return replace(found, step_s=found.step_s + disk_s, disk_s=disk_s, cost=cost, bound=lower_bound(cost, link, disk))
 
 
 def refuse_less(capacity_bytes: int, needs: Estimate, pass_bytes: int) -> None:

@@ -28,7 +28,7 @@ class Speeds:
         made_bytes_s: memory that other operations make; infinite where that is in the rate of products.
         gradient_bytes_s: gradients that are taken where they arrive; infinite where that is in the rate of products.
         link: the link between a device and host memory; None without a device.
-        disk: what is below host memory; None where nothing has to go there.
+        disk: what is below the host memory that passes are computed in; None where nothing has to go there.
         update_params: parameters that are updated where passes are computed.
         host_params: parameters that are updated on the CPU beside a device; None without one, or with a disk below:
             these updates would wait for it.

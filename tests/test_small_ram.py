@@ -69,6 +69,5 @@ def test_pages_leave_ram_by_their_next_use(tmp_path: Path, monkeypatch: pytest.M
         patched.setattr(FrameOrder, "end_step", lambda self: None)
         again, by_last_use, _ = paged(tmp_path)
     assert again == losses
-    print(read / MIB, by_last_use / MIB, missing / MIB)
     assert 0 < read < 0.6 * by_last_use
     assert read < 1.5 * missing

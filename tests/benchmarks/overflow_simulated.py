@@ -1,6 +1,6 @@
 """A step of 8B on a small card with too little RAM for what is away, on a simulated card over a simulated SSD.
 
-    OMP_WAIT_POLICY=passive python tests/benchmarks/overflow_simulated.py [--ram 64] [--ssd 5]
+    OMP_WAIT_POLICY=passive python tests/benchmarks/overflow_simulated.py [--ram 60 51.2 40] [--ssd 5]
 
 The thread that computes is real, the card is that of `card_simulated.py` with the rates of a 4090, and the SSD is a row
 like its others: one transfer after the other, each as long as it takes with the sizes of 8B. Pages leave RAM by the
@@ -109,17 +109,15 @@ def memory_of(pages_bytes: int, ram_bytes: int, ssd: SimulatedSsd) -> Memory:
     return Memory(pool, budgets, None, [backing, tier, frames], device=tier)
 
 
-def run(options: argparse.Namespace, label: str) -> None:
-    """Prints a row."""
+def run(options: argparse.Namespace, ram: float, label: str) -> float:
+    """Prints a row; returns the median of a step's seconds."""
     model = model_of(options.tokens)
     ssd = SimulatedSsd(options.ssd * 1e9)
-    memory = memory_of(int(options.gpu * 1e9) // SCALE, int(options.ram * 1e9) // SCALE, ssd)
+    memory = memory_of(int(options.gpu * 1e9) // SCALE, int(ram * 1e9) // SCALE, ssd)
     engine = Engine.attach(model, PTMConfig(page_size=card.PAGE_BYTES), memory=memory)
     link, below = LINK_BYTES_S / SCALE, options.ssd * 1e9 / SCALE
     # As a run does with a disk below (`Pages._learn_rates`).
     engine.run_ahead.rates = LinkRates(min(link, below), min(link, below), min(2 * link, below))
-    if options.cpu:
-        card.updates_on_cpu(engine, options.cpu * 1e9)
     optimizer = engine.bind_optimizer(adamw(model))
     for _ in range(WARM_UP):
         step(model, optimizer, engine)
@@ -129,26 +127,25 @@ def run(options: argparse.Namespace, label: str) -> None:
     after = ssd.read_bytes, ssd.written_bytes, stats.loaded_bytes, stats.stored_bytes
     moved = [f"{(b - a) * SCALE / 1e9 / options.steps:.1f}" for a, b in zip(before, after, strict=True)]
     lengths = sorted(each["step"] for each in steps)
+    away = sum(each.slot_bytes for each in memory.pool.tensors() if each.handle is not None)
     busy = {key: statistics.median(each[key] for each in steps) for key in ("kernels", "in", "ssd")}
     print(
-        f"| {label} | {statistics.median(lengths):.2f} s ({lengths[0]:.2f} to {lengths[-1]:.2f}) | {moved[0]} | {moved[1]} "
+        f"| {ram:g} GB of {away * SCALE / 1e9:.1f} | {label} "
+        f"| {statistics.median(lengths):.2f} s ({lengths[0]:.2f} to {lengths[-1]:.2f}) | {moved[0]} | {moved[1]} "
         f"| {moved[2]} | {moved[3]} | {busy['kernels']:.2f} s | {busy['in']:.2f} s | {busy['ssd']:.2f} s |",
         flush=True,
     )
-    tensors = memory.pool.tensors()
-    away = sum(each.slot_bytes for each in memory.pool.tensors() if each.handle is not None)
-    print("away GB", away * SCALE / 1e9)
     engine.close()
     memory.close()
+    return statistics.median(lengths)
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--gpu", type=float, default=19.0, help="GB that pages have of the card")
-    parser.add_argument("--ram", type=float, default=51.2, help="GB that pages have of RAM")
+    parser.add_argument("--ram", type=float, nargs="+", default=[60.0, 51.2, 40.0], help="GB that pages have of it")
     parser.add_argument("--ssd", type=float, default=5.0, help="GB/s, for reading and writing together")
-    parser.add_argument("--cpu", type=float, default=0.0, help="GB/s of memory that updates on the CPU have; 0: none")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
@@ -157,14 +154,30 @@ def main() -> None:
     DEVICE.ends["ssd"] = DEVICE.busy["ssd"] = 0.0
     attach._SMALL_SHARE = card.SMALL_SHARE
     print("# RAM that overflows to an SSD, simulated\n")
-    print(facts(f"OMP_WAIT_POLICY=passive python tests/benchmarks/overflow_simulated.py {' '.join(sys.argv[1:])}".rstrip()))
-    print(f"* 8B in bf16, {options.tokens} tokens; pages have {options.gpu} GB of the card and {options.ram} GB of RAM")
-    print(f"* kernels at {FLOPS / 1e12:.0f} TFLOP/s, the link at {LINK_BYTES_S / 1e9:.0f} GB/s, the SSD at {options.ssd} GB/s\n")
-    print("| pages leave RAM | step, median (range) | GB read from the SSD | written | loaded over the link | stored ", end="")
-    print("| kernels | link in | SSD busy |\n|" + " --- |" * 9)
-    run(options, "by next use")
-    FrameOrder.end_step = lambda self: None  # type: ignore[method-assign]
-    run(options, "least recently used first")
+    print(
+        facts(
+            f"OMP_WAIT_POLICY=passive python tests/benchmarks/overflow_simulated.py {' '.join(sys.argv[1:])}".rstrip()
+        )
+    )
+    print(f"* 8B in bf16, {options.tokens} tokens; pages have {options.gpu} GB of the card")
+    rates = f"kernels at {FLOPS / 1e12:.0f} TFLOP/s, the link at {LINK_BYTES_S / 1e9:.0f} GB/s"
+    print(f"* {rates}, the SSD at {options.ssd} GB/s for both directions together\n")
+    titles = [
+        "RAM, of what leaves the card",
+        "pages leave RAM",
+        "step, median (range)",
+        "GB read from the SSD",
+        "written",
+    ]
+    titles += ["loaded over the link", "stored", "kernels", "link in", "SSD busy"]
+    print(f"| {' | '.join(titles)} |\n|" + " --- |" * len(titles))
+    end_step, ratios = FrameOrder.end_step, []
+    for ram in options.ram:
+        FrameOrder.end_step = end_step  # type: ignore[method-assign]
+        took = run(options, ram, "by next use")
+        FrameOrder.end_step = lambda self: None  # type: ignore[method-assign,assignment]
+        ratios.append(f"{ram:g} GB: {run(options, ram, 'least recently used first') / took:.2f}")
+    print("\nTime of a step, least recently used to next use:", ", ".join(ratios))
 
 
 if __name__ == "__main__":
