@@ -32,7 +32,7 @@ PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 OPTIONS = {*TEXT_OPTIONS, CONFIG_FILE}
 COMMANDS = typer.main.get_command(cli.app)
 
-SHELL = {"cd", "cmp", "export", "git", "pre-commit", "python3", "source", ".ci/run"}
+SHELL = {"cd", "cmp", "export", "pre-commit", "python3", "source", ".ci/run"}
 """Programs of which only the name is looked at."""
 _BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(
@@ -59,7 +59,9 @@ def _commands(page: Path) -> list[str]:
 FOUND = [(page, command) for page in PAGES for command in _commands(page)]
 
 
-def _extras_exist(words: list[str]) -> None:
+def _installs(words: list[str]) -> None:
+    # From any other installation, Python that is started in the checkout imports a package without its integrations.
+    assert "-e" in words or not words[-1].startswith("."), "in the checkout, only `pip install -e` works"
     for extra in re.findall(r"\.\[([\w,]+)\]", " ".join(words)):
         for name in extra.split(","):
             assert re.search(rf"^{name} = \[", PROJECT, re.MULTILINE), f"there is no extra {name}"
@@ -127,7 +129,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "accelerate": _accelerate,
     "torchrun": _torchrun,
     "python": _python,
-    "pip": _extras_exist,
+    "pip": _installs,
     "pytest": _markers_exist,
 }
 
@@ -159,13 +161,14 @@ def test_commands_are_found() -> None:
         (_accelerate, ["launch", "--use_ptm", "--ptm_no_such_flag", "1", "train.py"]),
         (_torchrun, ["--no_such_flag", "train.py"]),
         (_python, ["examples/accelerate_loop.py", "--no_such_flag", "1"]),
-        (_extras_exist, ["install", ".[no_such_extra]"]),
+        (_installs, ["install", "-e", ".[no_such_extra]"]),
+        (_installs, ["install", ".[peft]"]),
         (_markers_exist, ["-m", "no_such_marker"]),
     ],
 )
 def test_what_a_program_does_not_know_is_noticed(check: Callable[[list[str]], None], words: list[str]) -> None:
     # argparse ends the process with status 2.
-    with pytest.raises(BaseException, match=r"no_such|^2$"):
+    with pytest.raises(BaseException, match=r"no_such|^2$|only `pip install -e`"):
         check(words)
 
 
