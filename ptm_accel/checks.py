@@ -114,7 +114,7 @@ def disk(folder: Path) -> Line:
         kind = file_system_of(folder)
         room = f"{kind}, {format_bytes(free_bytes)} free"
         if kind in IN_MEMORY:
-            found = f"{room}: memory and no disk; what is stored there takes memory that host_memory does not count"
+            found = f"{room}: memory and no disk; pages there take memory that host_memory does not count"
             return Line(name, Verdict.BAD, found, "name a folder on an SSD")
         if free_bytes < LEAST_ROOM_BYTES:
             to_do = "free space there, or name a folder with more room; estimate tells how much a model needs"
@@ -215,7 +215,7 @@ def swap() -> Line:
     """Whether the machine swaps, which pages are to make unnecessary."""
     there = psutil.swap_memory()
     if not there.total:
-        return Line("swap", Verdict.GOOD, "none; what exceeds memory is killed, and budgets keep below it")
+        return Line("swap", Verdict.GOOD, "none; budgets stay below the memory, and a process above it is killed")
     found = f"{format_bytes(there.used)} of {format_bytes(there.total)} in use"
     if there.used > _SWAPPED * there.total:
         to_do = "end other processes, or lower host_memory: the kernel's swap is much slower than pages on an SSD"
@@ -262,7 +262,7 @@ def waiting() -> Line:
     found = _variable("OMP_WAIT_POLICY") + (f", OMP_PROC_BIND={bind}" if bind else "")
     to_do = []
     if (policy or "").lower() != "passive":
-        to_do.append("export OMP_WAIT_POLICY=passive: threads that spin are tens of times slower beside a busy process")
+        to_do.append("export OMP_WAIT_POLICY=passive: threads that spin are tens of times slower while others are busy")
     if bind and bind.lower() != "false":
         to_do.append("unset OMP_PROC_BIND: threads that are bound cannot leave a core that is busy")
     return Line("waiting threads", Verdict.SLOW if to_do else Verdict.GOOD, found, "; ".join(to_do))

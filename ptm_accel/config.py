@@ -1,6 +1,6 @@
-"""The options a person sets, and what they come to on this machine.
+"""The options a user sets, and their values on this machine.
 
-`PTMConfig` is what was asked: plain data, checked when it is made, the same from a YAML file, a dict or Python.
+`PTMConfig` is the user's request: plain data, checked when it is made, the same from a YAML file, a dict or Python.
 `resolve` turns it into bytes for one machine: a `ResolvedConfig`, which also tells where each value came from.
 """
 
@@ -69,31 +69,31 @@ class PTMConfig:
     Sizes are bytes as int, or text such as `"10GB"` (decimal), `"512MiB"` (binary) or `"80%"` (a share).
 
     Attributes:
-        device_memory: what may be used on the accelerator; a share is of the card. Default: 90% of the card,
-            or of what others leave of it where that is less.
-        host_memory: what each process may use in host memory; a share is of the machine's or container's limit,
-            divided by the processes that train on the machine. Default: 80% of what is available at the start.
+        device_memory: memory that may be used on the GPU; a share is of the card. Default: 90% of the card, or of the
+            part that other processes leave free if that is less.
+        host_memory: RAM that each process may use; a share is of the machine's or container's limit, divided by the
+            processes that train on the machine. Default: 80% of the RAM that is available at the start.
         disk: scratch folders, or `DiskConfig` (or a mapping) for a limit. Default: no disk.
-        update: `"exact"`: the same numbers as without paging. `"blocking"`: the same numbers as well; the whole update
-            is carried out within `optimizer.step()`, nothing of it before or after. `"lock_free"`: other numbers;
-            training does not wait for updates, for state on a disk that is slower than compute.
-        page_size: the unit of booking and transfer; a power of two and a multiple of 4096 bytes.
+        update: `"exact"`: the results of a run without pages; updates overlap with compute. `"blocking"`: the same
+            results; the whole update is carried out within `optimizer.step()`. `"lock_free"`: other results; training
+            does not wait for updates, for state on a disk that is slower than compute.
+        page_size: the unit in which memory is reserved and moved; a power of two and a multiple of 4096 bytes.
         master_weights: `"fp32"` keeps fp32 masters of low-precision parameters; None or `"none"` does not.
         pseudo_to_real: repeated blocks share their weights at first: a `PseudoToRealConfig`, or a mapping of its
-            values. Default: they never do.
-        token_slices: so many slices of each sequence are computed one after the other in every decoder layer, which
-            holds the activations of one of them; `"auto"` for slices of about 2048 tokens. Default: whole sequences.
+            values. Default: they never share.
+        token_slices: the number of slices in which each decoder layer computes a sequence, one after the other. A layer
+            holds the activations of one slice. `"auto"`: slices of about 2048 tokens. Default: whole sequences.
         pipeline: the model is cut into stages, each in a process of its own: a `PipelineConfig`, a mapping of its
-            values, or how many. Default: each process has the whole model.
-        checkpoint_hashes: a checkpoint is saved with CRCs of its files, and compared with them before it is resumed
-            from. False does neither.
-        shard: of several processes, `"full"`: each keeps a part of the parameters, gradients and optimizer state of
-            every layer. `"none"`: each keeps all of them. `"auto"`: `"full"` only where a budget is too small for all.
-        micro_batches: with gradient accumulation in the Trainer, `"by_layer"`: all micro-batches of a step go through a
-            layer before the next one, to the bits of `"one_by_one"`. `"by_layer_inexact"` also where these differ by
-            rounding (tied embeddings) or by draws (dropout).
-        max_staleness: with `update="lock_free"`, the most steps that a parameter lacks in a forward; 0 gives the
-            numbers of `"exact"`. To be set then.
+            values, or the number of stages. Default: each process has the whole model.
+        checkpoint_hashes: True saves checkpoints with CRCs of their files, and compares the files with them before a
+            run resumes. False does neither.
+        shard: for several processes. `"full"`: each keeps a part of the parameters, gradients and optimizer state of
+            every layer. `"none"`: each keeps all of them. `"auto"`: `"full"` only if a budget is too small for all.
+        micro_batches: for gradient accumulation in the Trainer. `"by_layer"`: all micro-batches of a step go through a
+            layer before the next one, with the bits of `"one_by_one"`. `"by_layer_inexact"`: also if the results differ
+            by rounding (tied embeddings) or by random numbers (dropout).
+        max_staleness: required with `update="lock_free"`: the largest number of steps by which a parameter may lag in a
+            forward. 0 gives the results of `"exact"`.
 
     Raises:
         ConfigError: a value that does not parse, is not available, or contradicts another.
@@ -136,8 +136,8 @@ class PTMConfig:
             self._refuse_beside("pipeline: the stages of a pipeline", "pseudo_to_real", "token_slices")
         if self.shard == "node":
             raise ConfigError(
-                "shard: node (layers cut over the processes of each machine, and whole on every machine) is not there "
-                "yet; write shard: full, which cuts them over all processes."
+                "shard: node (layers cut over the processes of each machine, and whole on every machine) is not "
+                "supported yet; write shard: full, which cuts them over all processes."
             )
         check_choice("shard", self.shard, SHARD_MODES)
         if self.shard == FULL:
@@ -153,7 +153,7 @@ class PTMConfig:
         self._check_lock_free()
 
     def _check_lock_free(self) -> None:
-        """Checks what `update: lock_free` may stand beside, and `max_staleness`, which is for it alone."""
+        """Checks which options `update: lock_free` is combined with, and `max_staleness`, which is for it alone."""
         if self.max_staleness is not None:
             object.__setattr__(self, "max_staleness", staleness_of(self.max_staleness))
             if self.update != LOCK_FREE:
@@ -162,22 +162,22 @@ class PTMConfig:
             self._refuse_beside("update: lock_free", "pipeline", "pseudo_to_real")
             if self.shard == FULL or self.micro_batches != ONE_BY_ONE:
                 other = "shard: full" if self.shard == FULL else f"micro_batches: {self.micro_batches}"
-                raise ConfigError(f"update: lock_free cannot stand beside {other}; leave one out.")
+                raise ConfigError(f"update: lock_free cannot be combined with {other}; leave one out.")
             if self.max_staleness is None:
                 raise ConfigError(
-                    "max_staleness: with update: lock_free, set how many steps a parameter may lack, such as 1; 0 "
+                    "max_staleness: with update: lock_free, set how many steps a parameter may lag, such as 1; 0 "
                     "gives the numbers of exact."
                 )
 
     def _refuse_beside(self, what: str, *others: str) -> None:
-        """Refuses options that cannot be set beside another, which `what` names first."""
+        """Refuses options that cannot be combined with another, which `what` names first."""
         for name in others:
             if getattr(self, name) is not None:
-                raise ConfigError(f"{what} cannot do what {name} asks for; leave one out.")
+                raise ConfigError(f"{what} cannot be combined with {name}; leave one out.")
 
     @classmethod
     def load(cls, value: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> PTMConfig:
-        """Makes a configuration from whatever a caller has.
+        """Makes a configuration from the argument `ptm_config` of a caller.
 
         Args:
             value: None (all defaults), a `PTMConfig`, a mapping of options, or the path of a YAML file with the
@@ -194,7 +194,7 @@ class PTMConfig:
         if isinstance(value, str | os.PathLike):
             text = expand(os.fspath(value))
             if not is_path(text):
-                raise ConfigError(f"configuration: {shown(text)} is no path of a file; give that of a YAML file.")
+                raise ConfigError(f"configuration: {shown(text)} is not a path; give the path of a YAML file.")
             return cls._from_file(Path(text))
         return cls._from_mapping(value)
 
@@ -216,7 +216,7 @@ class PTMConfig:
 
     @classmethod
     def _refuse_foreign(cls, content: object) -> None:
-        """Refuses what a file holds that is of something else, without showing any of it."""
+        """Refuses a file that is not a configuration, without showing any of it."""
         known = [*(field.name for field in fields(cls)), YAML_SECTION]
         if content is not None and not isinstance(content, Mapping):
             raise ConfigError(
@@ -236,7 +236,7 @@ class PTMConfig:
             beside = [key for key in value if key in known]
             if beside:
                 raise ConfigError(
-                    f"configuration: {', '.join(beside)} stands beside the section {YAML_SECTION!r}; move it inside."
+                    f"configuration: {', '.join(beside)} is outside of the section {YAML_SECTION!r}; move it inside."
                 )
             section = value[YAML_SECTION]
             value = {} if section is None else section
@@ -259,11 +259,11 @@ class ResolvedConfig:
         device_bytes: the budget of the device tier; None without a device.
         disk_paths: the folders for scratch files, checked; empty without a disk tier.
         disk_limit_bytes: the budget of the disk tier over all paths; None without a disk tier.
-        disk_verify: whether what is read there is compared with the CRC of what was written.
+        disk_verify: whether bytes read there are compared with the CRC of the bytes written.
         update: how updates are done.
-        max_staleness: the most steps that a parameter lacks, where updates are lock-free; None where they are not.
+        max_staleness: the most steps by which a parameter lags, with lock-free updates; None without them.
         master_weights: `"fp32"` or None.
-        shard: what several processes keep of each layer.
+        shard: the part of each layer that each of several processes keeps.
         origins: for each option, where its value came from: `"given"`, `"default"`, `"derived from ..."`, or why it
             does not apply.
     """
@@ -310,7 +310,7 @@ def resolve(
         config: what was asked.
         device_total_bytes: memory of the accelerator; None on a machine without one, where `device_memory` is
             ignored, since one file of options may serve several machines.
-        device_free_bytes: what others leave of that, where it is known.
+        device_free_bytes: the part of it that other processes leave free, if known.
         processes: how many on this machine train alike; each gets its part of a share, and sizes are for each.
 
     Raises:
@@ -349,7 +349,7 @@ def resolve(
 
 
 def check_machine(config: PTMConfig, *, processes: int = 1) -> None:
-    """Checks what can be known of the options before any process trains: the memory of this machine, and the folders.
+    """Checks the options as far as possible before any process trains: the memory of this machine, and the folders.
 
     Args:
         config: what was asked.
@@ -368,12 +368,12 @@ def check_machine(config: PTMConfig, *, processes: int = 1) -> None:
 
 
 def staleness(config: PTMConfig) -> int | None:
-    """Returns the most steps that a parameter lacks, where updates are lock-free; None where they are not."""
+    """Returns the most steps by which a parameter lags, with lock-free updates; None without them."""
     return None if config.max_staleness is None else int(config.max_staleness)
 
 
 def check_kind(config: object) -> None:
-    """Says that something is no configuration yet, if so."""
+    """Refuses a value that is not a `PTMConfig`."""
     if config is not None and not isinstance(config, PTMConfig):
         raise ConfigError(
             f"configuration: expected a PTMConfig, got {type(config).__name__} {shown(config)}; pass "

@@ -67,10 +67,10 @@ def count_of(value: object) -> int:
 
 
 def staleness_of(value: object) -> int:
-    """Returns the most steps that a parameter may lack; 0 is a number of them."""
+    """Returns the most steps by which a parameter may lag, 0 or more."""
     steps = 0 if value in (0, "0") and not isinstance(value, bool) else count_of(value)
     if not steps and str(value) != "0":
-        raise ConfigError(f"max_staleness: got {shown(value)}; write how many steps a parameter may lack, 0 or more.")
+        raise ConfigError(f"max_staleness: got {shown(value)}; write how many steps a parameter may lag, 0 or more.")
     return steps
 
 
@@ -91,10 +91,10 @@ def switch_of(option: str, value: object) -> bool:
 
 
 def check_choice(option: str, value: object, choices: tuple[str, ...]) -> None:
-    """Says that an option has a value that there is not, if so."""
+    """Refuses a value that is not one of the choices of an option."""
     if value not in choices:
         written = " or ".join(f"{option}: {name}" for name in choices)
-        raise ConfigError(f"{option}: got {shown(value)}, which it cannot be; write {written}.")
+        raise ConfigError(f"{option}: got {shown(value)}; write {written}.")
 
 
 _MEANT = {

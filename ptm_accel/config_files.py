@@ -1,4 +1,4 @@
-"""Reads a YAML file that a person names, which may be any file: nothing of one that is no YAML is shown."""
+"""Reads a YAML file that a user names. It may be any file, so nothing of a file that is not YAML is shown."""
 
 from __future__ import annotations
 

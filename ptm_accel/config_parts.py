@@ -24,13 +24,13 @@ MOMENTS = ("copy", "scale", "reset")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskConfig:
-    """Place for pages on disk, and how much of it they may take.
+    """Folders for pages on disk, and the bytes that they may take.
 
     Attributes:
         paths: folders for the scratch files; `~` and environment variables are expanded.
-        limit: bytes over all paths together, e.g. `"500GB"`, or a share of their free space; None derives it.
-        verify: whether each page that is read is compared with the CRC-32 of what was written, and a difference ends
-            the run with an error.
+        limit: bytes over all paths together, e.g. `"500GB"`, or a share of their free space; None for 90% of it.
+        verify: True compares each page that is read with the CRC-32 of the bytes written; a difference ends the run
+            with an error.
     """
 
     paths: tuple[str, ...]
@@ -66,10 +66,10 @@ class PseudoToRealConfig:
     """Pseudo-to-Real training (M6-10T, arXiv 2110.03888): repeated blocks share their weights until they are delinked.
 
     Attributes:
-        delink: when: after so many steps (an integer), after so much of the training (a fraction below 1), or `"auto"`:
-            when the loss falls slowly, and after half of the training at the latest.
-        moments: what becomes of the optimizer state of what is delinked: `"copy"` for each block, `"scale"` (copied,
-            as if each block had had its share of the gradient), or `"reset"`.
+        delink: when blocks get their own weights: after a number of steps (an integer), after a fraction of the
+            training (below 1), or `"auto"`: when the loss flattens, at the latest after half of the training.
+        moments: optimizer state of the delinked blocks. `"copy"`: that of the shared weights. `"scale"`: the same,
+            divided as if each block had had its share of the gradient. `"reset"`: none.
 
     Raises:
         ConfigError: a value that cannot be used.
@@ -85,7 +85,7 @@ class PseudoToRealConfig:
 
     @classmethod
     def load(cls, value: PseudoToRealConfig | Mapping[str, Any] | str | float) -> PseudoToRealConfig:
-        """Makes one from a mapping with `delink` and `moments`, or from what `delink` may be.
+        """Makes one from a mapping with `delink` and `moments`, or from a value of `delink`.
 
         Raises:
             ConfigError: an unknown key, or a value that cannot be used.
@@ -110,7 +110,7 @@ class PipelineConfig:
     """A pipeline of processes, each of which has a range of the model's decoder layers (TeraPipe, arXiv 2102.07988).
 
     Attributes:
-        stages: how many; processes are a multiple of it.
+        stages: the number of stages; the number of processes is a multiple of it.
 
     Raises:
         ConfigError: a value that cannot be used.

@@ -109,16 +109,17 @@ class Engine:
             config: the options.
             memory: tiers made by the caller, instead of those of this machine.
             device: where compute happens; by default the current CUDA device, or the CPU where there is none.
-            evaluates: it is not going to be trained, so that others that share the tiers have a larger share.
+            evaluates: the model will not be trained, so other models on the same tiers get a larger share.
 
         Returns:
-            the engine; a model that is already on pages keeps the one it has, which follows what has become of it.
+            the engine; a model that is already on pages keeps its engine, which follows the model's changes.
 
         Raises:
             ConfigError: contradictory options, or other options than this model, or another one on the device, was
                 given.
             UnsupportedError: a parameter or module that cannot be paged, by name.
-            BudgetError: less than the least budget the model can train under with any optimizer, beside other models.
+            BudgetError: less than the least budget that this model, together with the others, can train under with any
+                optimizer.
         """
         check_kind(config)
         existing = engine_of(model) or engine_holding(model.parameters())
@@ -189,18 +190,19 @@ class Engine:
         self._outline = outline(self.model)
 
     def follow(self, model: nn.Module | None = None) -> None:
-        """Follows what has become of the model: wrapped, given adapters or another head, resized, merged.
+        """Follows changes of the model: wrapped, given adapters or another head, resized, merged.
 
-        What it has now that is not on pages comes onto pages, and what it no longer has comes off them. Whoever trains
-        it calls this (the Trainer does); until then what is new is ordinary memory, and everything works. What
-        `torch.compile` has compiled is found as well, which is needed only after `model.compile()` on the whole model.
+        New parameters are put on pages, and those that the model no longer has are taken off. The Trainer calls this
+        before it trains; in a loop of your own, call it before the optimizer is made. Until then new parameters are in
+        ordinary memory, and everything works. Regions compiled by `torch.compile` are found as well, which is only
+        needed after `model.compile()` on the whole model.
 
         Args:
-            model: what wraps or replaces it, if it is another module now.
+            model: the module that wraps or replaces it, if it is another module now.
 
         Raises:
-            UnsupportedError: what is new cannot be paged, or `model` is only a part of what is on pages; or a mode of
-                `torch.compile` that cannot work on pages.
+            UnsupportedError: a new parameter cannot be paged, `model` is only a part of the model on pages, or a mode
+                of `torch.compile` cannot work on pages.
             BudgetError: less than the least budget that it can train under now, or than a compiled region needs.
         """
         self.training.plain.make_way()
@@ -268,7 +270,7 @@ class Engine:
 
         Raises:
             UnsupportedError: the optimizer cannot run on pages, or holds parameters of another model on pages as well.
-            BudgetError: it updates whole tensors, and the budget is below what that needs.
+            BudgetError: it updates whole tensors, and the budget is too small for them.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         other = engine_holding(param for param in params if self.slots.of(param) is None)
@@ -298,10 +300,10 @@ class Engine:
         """Clips as `torch.nn.utils.clip_grad_norm_` does over all parameters with gradients; bit-equal to it.
 
         Args:
-            max_norm: the most that their norm may be.
+            max_norm: the largest norm after clipping.
             norm_type: the p of the p-norm.
-            error_if_nonfinite: a norm that is infinite or NaN is an error.
-            parameters: those to clip, in the order in which to sum; by default all of the model, in its order.
+            error_if_nonfinite: True makes an infinite or NaN norm an error.
+            parameters: the parameters to clip, in the order of the sum; by default all of the model, in its order.
 
         Returns:
             the norm before clipping, a scalar.
@@ -314,7 +316,7 @@ class Engine:
         )
 
     def settle(self) -> None:
-        """Carries out what is left of the last optimizer step, which runs beside the next forward otherwise.
+        """Carries out the rest of the last optimizer step, which otherwise overlaps with the next forward.
 
         Nobody has to call this: a parameter or a state that is looked at is updated first.
 
@@ -349,8 +351,8 @@ class Engine:
         """Takes the model off its pages: an ordinary model in ordinary memory, values and gradients included.
 
         Args:
-            check: refuse if the model does not fit the memory that is free. Without it `attach` is undone, after a
-                refusal: each parameter is on the device where it was, and a bound optimizer has its state again.
+            check: True refuses if the model does not fit the free memory. False undoes `attach` after a refusal: each
+                parameter is on its old device, and a bound optimizer has its state again.
 
         Returns:
             the model.
@@ -479,7 +481,7 @@ def _close_unasked(memory: Memory, graphs: LiveGraphs) -> None:
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """Returns the engine whose model is `model`, or wraps it, or None if it is not on pages."""
+    """Returns the engine of a model on pages, also for its `torch.compile` wrapper; None for a model that is not."""
     candidate: nn.Module | None = model
     while candidate is not None:
         known = _engines.get(candidate)

@@ -30,22 +30,22 @@ SWITCH_FLAG = "use_ptm"
 """The launcher's flag that switches pages on."""
 
 TEXT_OPTIONS = {
-    "device_memory": "what may be used on each accelerator, such as 10GB or 80%%",
-    "host_memory": "what each process may use in host memory, such as 64GB or 50%%",
-    "disk": "folder on an SSD for what does not fit; several are separated by commas",
-    "disk_limit": "what may be used on disk, such as 500GB",
-    "disk_verify": "true compares what is read from the disk with the CRC of what was written",
+    "device_memory": "memory that may be used on each GPU, such as 10GB or 80%%",
+    "host_memory": "RAM that each process may use, such as 64GB or 50%%",
+    "disk": "folder on an SSD for bytes that do not fit; several are separated by commas",
+    "disk_limit": "bytes that may be used on disk, such as 500GB",
+    "disk_verify": "true compares bytes read from the disk with the CRC of the bytes written",
     "update": "exact, blocking or lock_free",
-    "page_size": "unit of booking and transfer, such as 4MiB",
+    "page_size": "unit in which memory is reserved and moved, such as 4MiB",
     "pseudo_to_real": "when blocks that share their weights are delinked: auto, a step, or a fraction of the training",
     "token_slices": "slices of a sequence that a layer computes one after the other; auto for about 2048 tokens each",
-    "moments": "optimizer state of what is delinked: copy, scale or reset",
+    "moments": "optimizer state of delinked blocks: copy, scale or reset",
     "pipeline_stages": "stages that the model is cut into, each in a process of its own",
     "checkpoint_hashes": "true saves and compares CRCs of checkpoints; false does not",
     "master_weights": "fp32 keeps fp32 masters of narrower parameters; none does not",
     "shard": "auto, full or none: whether each of several processes keeps a part of every layer, or all of it",
     "micro_batches": "one_by_one or by_layer: whether all micro-batches of a step go through a layer before the next",
-    "max_staleness": "with update lock_free, the most steps that a parameter lacks in a forward",
+    "max_staleness": "with update lock_free, the most steps by which a parameter may lag in a forward",
 }
 """Each option that can be given as text, with what it says in a launcher's help (`%` doubled, as argparse asks for)."""
 
@@ -100,15 +100,15 @@ def launched_with(name: str, default: int) -> int:
         default: where it is not set.
 
     Raises:
-        ConfigError: it is no number.
+        ConfigError: it is not a number.
     """
     text = os.environ.get(name)
     if text is None:
         return default
     if re.fullmatch(r"\s*-?[0-9]{1,9}\s*", text) is None:
         raise ConfigError(
-            f"{name}={shown(text)} in the environment is no whole number; launch with torchrun or accelerate launch, "
-            f"which set it, or unset {name}."
+            f"{name}={shown(text)} in the environment is not a whole number; launch with torchrun or accelerate "
+            f"launch, which set it, or unset {name}."
         )
     return int(text)
 
@@ -170,8 +170,8 @@ def _tell_of_unread(environ: Mapping[str, str]) -> None:
     _told.update(new)
     if new:
         logger.warning(
-            "%s in the environment does nothing without %s=true: the options are those that the script gives, or the "
-            "derived ones. Set it as well, or give the options in the script.",
+            "%s in the environment has no effect without %s=true: the options of the script are used, or the defaults. "
+            "Set it as well, or give the options in the script.",
             ", ".join(new),
             SWITCH,
         )
@@ -200,8 +200,8 @@ def overridden(config: PTMConfig, texts: Mapping[str, str]) -> PTMConfig:
     if "moments" in texts:
         if recipe is None:
             raise ConfigError(
-                f"moments: {texts['moments']!r} is of blocks that are delinked, and none are linked; set "
-                "pseudo_to_real as well."
+                f"moments: {texts['moments']!r} is for delinked blocks, and no blocks are linked; set pseudo_to_real "
+                "as well."
             )
         recipe = replace(recipe, moments=texts["moments"])
     if "pipeline_stages" in texts:
@@ -230,8 +230,8 @@ def unknown_flag(flag: str, *switches: str) -> str:
 
 
 def misplaced_flag(flag: str, script: str) -> str:
-    """Returns the message for a flag, as it was typed, that stands behind the script and would be given to it."""
-    return f"{flag} stands behind the script {script}, to which it would be given; put it before."
+    """Returns the message for a flag, as it was typed, that comes after the script and would be passed to it."""
+    return f"{flag} comes after the script {script}, and would be passed to it; put it before."
 
 
 # ---- logging ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ _SHORT.maxlevel = 2
 
 
 def shown(value: object) -> str:
-    """Returns a value that a person gave, as messages show it: cut short, however long or deep it is."""
+    """Returns a value that a user gave as messages show it: shortened if it is long or deep."""
     # Python refuses to write very long numbers out.
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
@@ -40,8 +40,8 @@ class BudgetError(PTMError, MemoryError):
 class DeviceBudgetError(BudgetError, RuntimeError):
     """The device budget does not suffice.
 
-    Also a `RuntimeError` whose message contains " out of memory.", which is what `auto_find_batch_size` looks for:
-    on a device, unlike in host memory, a smaller batch does leave more room for pages.
+    Also a `RuntimeError` whose message contains " out of memory.", so `auto_find_batch_size` tries a smaller batch:
+    on a device, unlike in host memory, a smaller batch leaves more room for pages.
     """
 
 
@@ -58,7 +58,7 @@ class StaleGraphError(PTMError, RuntimeError):
 
 
 class LostStepError(PTMError, RuntimeError):
-    """A save after an update that has failed: what there is to save is between two steps."""
+    """A save after an update that has failed: optimizer and weights are between two steps."""
 
 
 class CheckpointError(PTMError, ValueError):
@@ -66,4 +66,4 @@ class CheckpointError(PTMError, ValueError):
 
 
 class ScheduleError(PTMError, ValueError):
-    """A plan, or what a plan is made from, that cannot be."""
+    """A plan that cannot be made, since one access alone needs more than the budget."""

@@ -40,21 +40,21 @@ class Estimate:
     With several processes all bytes are those of the first, which has the largest ranges.
 
     Attributes:
-        parameters: how many; tied ones once.
-        trainable: how many of them.
+        parameters: the number of parameters; tied ones count once.
+        trainable: the number of those that train.
         states_bytes: parameters, gradients, optimizer state, masters and buffers.
         whole_bytes: the least budget under which nothing ever moves.
         least_bytes: the least budget that it can train under, with the bounce buffers of one disk folder; each further
             folder needs as much again, and with a device they are in host memory.
         reason: the tensor or phase that needs the least budget.
-        below_bytes: what the tiers below must hold under the least budget.
+        below_bytes: bytes that the tiers below must hold under the least budget.
         pass_bytes: the peak of batch and activations, which the budget of a device counts and that of a CPU does not;
             None if no batch was given.
-        processes: how many it is sharded over (`shard: full`).
+        processes: the number of processes that it is sharded over (`shard: full`).
         kept: the states in parts, without buffers.
-        gathered_bytes: of `least_bytes`, room for whole blocks that are not in use at the moment, with gradients.
-        network_bytes: what a process receives from the others in a micro-batch, at most but for gradient checkpointing
-            and tied embeddings (`ptm_accel.distributed.exchange`).
+        gathered_bytes: the part of `least_bytes` for whole blocks that are not in use at the moment, with gradients.
+        network_bytes: the most bytes that a process receives in a micro-batch; gradient checkpointing and tied
+            embeddings may add to it (`ptm_accel.distributed.exchange`).
     """
 
     parameters: int
@@ -160,20 +160,20 @@ def estimate(
     page_size: str | int = DEFAULT_PAGE_SIZE,
     processes: int = 1,
 ) -> Estimate:
-    """Works out what a model needs; it may be on the meta device, and is not changed.
+    """Computes the memory that a model needs. The model may be on the meta device, and is not changed.
 
     Args:
         model: the model, in the mode, with the frozen parameters and the checkpointing that it will train with.
-        batch: its keyword arguments, of which only shapes count; None to leave activations out. Of several processes,
-            the batch of one.
-        master_weights: whether narrower parameters get fp32 masters.
+        batch: its keyword arguments, of which only shapes count; None to leave activations out. With several
+            processes, the batch of one.
+        master_weights: whether low-precision parameters get fp32 masters.
         autocast_dtype: the dtype of `torch.autocast`; None without it.
         optimizer_memory: the needs of the optimizer; AdamW's by default.
         page_size: as in the configuration.
-        processes: how many it is sharded over (`shard: full`).
+        processes: the number of processes that it is sharded over (`shard: full`).
 
     Raises:
-        ConfigError: no such number of processes.
+        ConfigError: fewer processes than 1.
         UnsupportedError: the model cannot be put on pages; or a pass over it depends on values (`forecast`).
     """
     with _counting(model, page_size, processes, masters=master_weights) as counting:

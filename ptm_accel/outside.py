@@ -18,16 +18,16 @@ from ptm_accel.sizing import refuse_gathering
 
 @contextmanager
 def gathered(model: nn.Module, *, grads: bool = False, write: bool = False) -> Iterator[nn.Module]:
-    """All parameters of a paged model at once, for code that looks at them as in an ordinary model.
+    """Loads all parameters of a model on pages at once, for code that reads them as in an ordinary model.
 
     Args:
-        model: the model, or a part of it, or what wraps it; one that is not on pages is yielded as it is.
-        grads: gradients are looked at inside, by `p.grad`, which shows one at a time.
-        write: what is changed inside is kept.
+        model: the model, a part of it, or a wrapper of it; one that is not on pages is yielded unchanged.
+        grads: True checks that gradients can be read inside, by `p.grad`, which loads one at a time.
+        write: True keeps the changes that are made inside.
 
     Raises:
         BudgetError: the budget does not hold them all at once.
-        UnsupportedError: gradients are asked for between a backward in which updates have begun and its step.
+        UnsupportedError: `grads` is set between a backward in which updates have begun and its step.
     """
     engine = engine_of(model) or engine_holding(model.parameters())
     if engine is None:
@@ -63,10 +63,11 @@ def _hide(shown: list[ParamSlot], written: list[ParamSlot]) -> None:
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """A deep copy of a model (or of a part of one) in ordinary memory, where `copy.deepcopy` refuses one on pages.
+    """Returns a deep copy of a model on pages, or of a part of it, in ordinary memory.
 
-    For averages of the weights (EMA, SWA), reference models, or anything that wants to own its model. The copy is
-    beside the budgets, knows nothing of ptm_accel, keeps hooks of the user's, and can be trained as any other model.
+    It replaces `copy.deepcopy`, which is refused for a model on pages: for averages of the weights (EMA, SWA) and
+    reference models. The budgets do not count the copy. It keeps the user's hooks, has none of ptm_accel's, and can be
+    trained as any other model.
     """
     engine = engine_of(model) or engine_holding(model.parameters())
     if engine is None:

@@ -561,8 +561,8 @@ class Training:
         lost = None if self.optimizer is None else self.optimizer.updates.lost
         if lost is not None and lost != self._told_of_lost:
             logger.warning(
-                "state_dict() and what saves by it give weights that are between two steps: the update %s (counted "
-                "since this optimizer was prepared). Load the last checkpoint, weights and optimizer, and go on from "
+                "state_dict(), and saves that use it, give weights between two steps: the update %s (counted since "
+                "this optimizer was prepared). Load the last checkpoint, weights and optimizer, and continue from "
                 "there.",
                 lost,
             )

@@ -120,7 +120,7 @@ def test_what_the_file_says_already_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("[", "not valid YAML: .*; correct that line"), ("- 1\n", "holds no mapping")]
+    ("text", "message"), [("[", "not valid YAML: .*; correct that line"), ("- 1\n", "not a mapping")]
 )
 def test_another_file_is_left_alone(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
@@ -260,7 +260,7 @@ def test_options_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--use_ptm", "script.py"], "--use_ptm is a flag of accelerate launch; here pages are switched on without"),
         (
             ["script.py", "--ptm_host_memory", "1GB"],
-            "--ptm_host_memory stands behind the script script.py, to which it",
+            "--ptm_host_memory comes after the script script.py, and would",
         ),
         (["no-such-script.py"], "there is no script no-such-script.py; name one, or a module after -m."),
         ([], "the following arguments are required: script\n"),

@@ -119,36 +119,36 @@ class TestOptions:
         ({"page_size": 0}, "page_size: 0 is 0 B, which is not a power of two"),
         (
             {"update": "fast"},
-            "update: got 'fast', which it cannot be; write update: exact or update: blocking or update: lock_free.",
+            "update: got 'fast'; write update: exact or update: blocking or update: lock_free.",
         ),
-        ({"master_weights": "bf16"}, "master_weights: got 'bf16', which it cannot be; write master_weights: fp32 or"),
-        ({"shard": "half"}, "shard: got 'half', which it cannot be; write shard: auto or shard: full or shard: none."),
+        ({"master_weights": "bf16"}, "master_weights: got 'bf16'; write master_weights: fp32 or"),
+        ({"shard": "half"}, "shard: got 'half'; write shard: auto or shard: full or shard: none."),
         (
             {"shard": "node"},
-            "shard: node (layers cut over the processes of each machine, and whole on every machine) is not there yet; "
-            "write shard: full, which cuts them over all processes.",
+            "shard: node (layers cut over the processes of each machine, and whole on every machine) is not supported "
+            "yet; write shard: full, which cuts them over all processes.",
         ),
-        ({"shard": None}, "shard: got None, which it cannot be; write shard: auto or"),
+        ({"shard": None}, "shard: got None; write shard: auto or"),
         (
             {"shard": "full", "pipeline": 2},
-            "shard: layers cut over processes (full) cannot do what pipeline asks for; leave one out.",
+            "shard: layers cut over processes (full) cannot be combined with pipeline; leave one out.",
         ),
         (
             {"shard": "full", "pseudo_to_real": "auto"},
-            "shard: layers cut over processes (full) cannot do what pseudo_to_real asks for; leave one out.",
+            "shard: layers cut over processes (full) cannot be combined with pseudo_to_real; leave one out.",
         ),
         (
             {"shard": "full", "token_slices": 4},
-            "shard: layers cut over processes (full) cannot do what token_slices asks for; leave one out.",
+            "shard: layers cut over processes (full) cannot be combined with token_slices; leave one out.",
         ),
         (
             {"micro_batches": "layers"},
-            "micro_batches: got 'layers', which it cannot be; write micro_batches: one_by_one or "
+            "micro_batches: got 'layers'; write micro_batches: one_by_one or "
             "micro_batches: by_layer or micro_batches: by_layer_inexact.",
         ),
         (
             {"micro_batches": "by_layer", "token_slices": 4},
-            "micro_batches: layers that run by layer cannot do what token_slices asks for; leave one out.",
+            "micro_batches: layers that run by layer cannot be combined with token_slices; leave one out.",
         ),
         (
             {"micro_batches": "by_layer", "shard": "full"},
@@ -268,7 +268,7 @@ class TestLoad:
 
     @pytest.mark.parametrize("text", ["a\0b", "\ud800"])
     def test_a_name_that_no_file_can_have(self, text: str) -> None:
-        with pytest.raises(ConfigError, match="^configuration: .* is no path of a file; give that of a YAML file."):
+        with pytest.raises(ConfigError, match="^configuration: .* is not a path; give the path of a YAML file."):
             PTMConfig.load(text)
         with pytest.raises(ConfigError, match="^disk: got .*, which names no folder; write disk: /mnt/ssd"):
             PTMConfig(disk=text)
@@ -340,7 +340,7 @@ class TestLoad:
             PTMConfig.load({7: 1})  # type: ignore[dict-item]
 
     def test_options_beside_the_section(self) -> None:
-        with pytest.raises(ConfigError, match="^configuration: disk stands beside the section 'ptm_config'; move it"):
+        with pytest.raises(ConfigError, match="^configuration: disk is outside of the section 'ptm_config'; move it"):
             PTMConfig.load({"ptm_config": {"host_memory": "1GiB"}, "disk": "/a"})
 
 

@@ -73,7 +73,7 @@ def test_a_model_in_parts_is_told() -> None:
     told = to_environment(PTMConfig(shard="full"))
     assert told["PTM_SHARD"] == "full"
     assert from_environment(told) == PTMConfig(shard="full")
-    with pytest.raises(ConfigError, match=r"\(full\) cannot do what pipeline asks for; leave one out"):
+    with pytest.raises(ConfigError, match=r"\(full\) cannot be combined with pipeline; leave one out"):
         overridden(PTMConfig(shard="full"), {"pipeline_stages": "2"})
 
 
@@ -155,7 +155,7 @@ def test_options_that_do_nothing_are_told_of_once(
     for _ in range(2):
         assert agreed({"host_memory": "2GB"}) == PTMConfig(host_memory="2GB")
     assert [message.partition(":")[0] for message in caplog.messages] == [
-        "PTM_HOST_MEMORY, PTM_CONFIG_FILE in the environment does nothing without ACCELERATE_USE_PTM=true"
+        "PTM_HOST_MEMORY, PTM_CONFIG_FILE in the environment has no effect without ACCELERATE_USE_PTM=true"
     ]
     caplog.clear()
     monkeypatch.setenv("PTM_UPDATE", "blocking")
@@ -178,5 +178,5 @@ def test_options_that_are_read_are_not_told_of(
 @pytest.mark.parametrize("text", ["x", "", "1.5", "9" * 5000])
 def test_a_number_of_the_launcher_that_is_none(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, text)
-    with pytest.raises(ConfigError, match=f"^{name}='.*' in the environment is no whole number; launch with torchrun"):
+    with pytest.raises(ConfigError, match=f"^{name}='.*' in the environment is not a whole number; launch with"):
         agreed({"host_memory": "1GiB"})

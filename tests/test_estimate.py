@@ -142,10 +142,10 @@ def test_processes_on_the_command_line(tmp_path: Path) -> None:
     shown = CliRunner().invoke(cli.app, [*arguments, "--processes", "2"]).output
     kept, least, below = found.kept, 2 * found.least_bytes, 2 * found.below_bytes
     said = [
-        "each of 2 processes with shard: full; below, the one that has most",
+        "each of 2 processes with shard: full; figures of the largest one",
         f"its states {format_bytes(found.states_bytes)} of these parameters {format_bytes(kept.parameters_bytes)}, "
         f"optimizer state {format_bytes(kept.optimizer_bytes)}, gradients {format_bytes(kept.gradients_bytes)} all in",
-        f"of the least, for whole layers {format_bytes(found.gathered_bytes)}, beside those in use",
+        f"of the least, for whole layers {format_bytes(found.gathered_bytes)}, without those in use",
         f"2 on one machine at least {format_bytes(least)} of memory, and {format_bytes(below)} of disk",
         f"over the network {format_bytes(found.network_bytes)} to each process in a micro-batch",
     ]

@@ -217,15 +217,15 @@ def test_for_programs(model: str) -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (("--gpu", "0GB"), "gpu: '0GB' is no size above 0; write one such as 24GB@165TFLOPS."),
+        (("--gpu", "0GB"), "gpu: '0GB' is not a size above 0; write one such as 24GB@165TFLOPS."),
         (("--gpu", "24"), "gpu: '24' has no unit; write 24GB@165TFLOPS, or the name of a card."),
         (("--gpu", "409O"), "gpu: no card '409O' is known; did you mean 4090?"),
         (("--gpu", "4090", "--ram", "64"), "ram: '64' has no unit; write a size such as 64GB."),
         (("--gpu", "4090", "--link", "-5GB/s"), "link: '-5GB/s' is no rate above 0; write one such as 25GB/s."),
-        (("--ssd", "1TB"), "ssd: it is of a machine that is described;"),
+        (("--ssd", "1TB"), "ssd: it belongs to a described machine;"),
         ((*ON_GPU, "--processes", "2", "--network", "fast"), "network: 'fast' is no rate above 0; write one such as"),
         ((*ON_GPU, "--network", "100Gb/s"), "network: it is between processes; write --processes beside it, or leave"),
-        ((*ON_GPU, "--lora", "r=0"), "lora: 'r=0' is no rank of 1 or more; write one such as r=16."),
+        ((*ON_GPU, "--lora", "r=0"), "lora: 'r=0' is not a rank of 1 or more; write one such as r=16."),
         ((*ON_GPU, "--optim", "adamz"), "optim: 'adamz' is not known here; write one of adamw, adam,"),
     ],
 )
@@ -244,17 +244,17 @@ def test_what_cannot_be_read(command: str, given: tuple[str, ...], text: str, mo
             ConfigError,
             "device_memory: this machine has no GPU; describe one, such as --gpu 24GB@165TFLOPS --ram 64GB, or --gpu",
         ),
-        (("--processes", "2"), ConfigError, "processes: they are planned for a machine that is described;"),
-        ((*ON_GPU, "--disk", "/scratch"), ConfigError, "disk: a folder of this machine; of one that is described,"),
+        (("--processes", "2"), ConfigError, "processes: they are only planned for a described machine;"),
+        ((*ON_GPU, "--disk", "/scratch"), ConfigError, "disk: it is a folder of this machine; for a described machine"),
         (
             (*ON_GPU, "--device_memory", "6MB"),
             BudgetError,
-            "device_memory: asked 5.72 MiB, the machine that is described",
+            "device_memory: asked 5.72 MiB, the described machine",
         ),
         (
             ("--ram", "1GB", "--cpu", "1TFLOPS", "--device_memory", "6MB"),
             ConfigError,
-            "device_memory: the machine that",
+            "device_memory: the described machine",
         ),
     ],
 )

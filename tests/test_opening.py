@@ -152,5 +152,5 @@ def test_an_engine_takes_a_configuration(config: Any) -> None:
 
 def test_how_many_processes_a_machine_has_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "x")
-    with pytest.raises(ConfigError, match="^LOCAL_WORLD_SIZE='x' in the environment is no whole number; launch with"):
+    with pytest.raises(ConfigError, match="^LOCAL_WORLD_SIZE='x' in the environment is not a whole number; launch"):
         Engine.attach(torch.nn.Linear(2, 2))

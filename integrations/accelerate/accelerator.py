@@ -144,8 +144,8 @@ class PTMAccelerator(PagedStates):
             )
         if self.ptm_config.micro_batches != ONE_BY_ONE and not self.by_layer:
             raise UnsupportedError(
-                f"micro_batches: {self.ptm_config.micro_batches} is what the Trainer does with gradient accumulation; "
-                "in a loop of your own, leave micro_batches (PTM_MICRO_BATCHES) out."
+                f"micro_batches: {self.ptm_config.micro_batches} needs the Trainer's gradient accumulation; in a loop "
+                "of your own, leave micro_batches (PTM_MICRO_BATCHES) out."
             )
         self._memory = memory
         self._attached: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -252,7 +252,7 @@ class PTMAccelerator(PagedStates):
 
     def _decide_to_cut(self, refused: BudgetError | None) -> None:
         logger.warning(
-            "not every one of %d processes has room for the whole model, so each has a part of it (shard: full).%s",
+            "not each of %d processes has room for the whole model, so each keeps a part of it (shard: full).%s",
             self.num_processes,
             "" if refused is None else f" Refused was: {refused}",
         )
@@ -340,7 +340,7 @@ class PTMAccelerator(PagedStates):
         Args:
             model: the model.
             device_placement: has no effect, since the pages decide where parameters are.
-            evaluation_mode: it is not going to be trained, so it gets less of the budget beside one that is.
+            evaluation_mode: True for a model that will not be trained; it gets less of the budget than one that will.
         """
         placed = list(self._placed)
         engine = self.attach(model, evaluates=evaluation_mode)
@@ -434,7 +434,7 @@ class PTMAccelerator(PagedStates):
         return engine.training.clip_grad_norm_(max_norm, norm_type, parameters=given)
 
     def free_memory(self, *objects: Any) -> Any:
-        """As `Accelerator.free_memory`; also ends what an exception has left half done."""
+        """As `Accelerator.free_memory`; also ends work that an exception has interrupted."""
         for engine in list(self._attached):
             if engine_of(engine.model) is engine:
                 engine.abort()

@@ -69,8 +69,8 @@ def tell_of_processes(directory: Path, now: int, each: int | None = None) -> Non
     else:
         step = f"a step has {now} x {each} = {now * each} samples instead of {before} x {each} = {before * each}"
     logger.warning(
-        "%s was saved by %d process%s, and %d train%s now: %s. Set the batch size or the accumulation if it is to have "
-        "as many as before.",
+        "%s was saved by %d process%s, and %d train%s now: %s. To keep the old number, set the batch size or the "
+        "accumulation.",
         directory,
         before,
         "" if before == 1 else "es",

@@ -181,7 +181,7 @@ def refuse_by_layer(trainer: transformers.Trainer, config: PTMConfig) -> None:
     asked = [name for name, is_set in found.items() if is_set]
     if asked:
         raise UnsupportedError(
-            f"micro_batches: {config.micro_batches} was not shown to give the numbers of plain accumulation together "
+            f"micro_batches: {config.micro_batches} is not known to give the numbers of plain accumulation together "
             f"with {', '.join(asked)}. Leave that out, or micro_batches."
         )
     if trainer.model is not None and config.micro_batches == BY_LAYER:

@@ -372,8 +372,8 @@ class StockOnPages(_StockHost):
         own = own_loading(self._bare_model)
         if own is not None:
             logger.warning(
-                "%s loads its state in a way of its own (%s): each file of weights in %s is read whole, into memory "
-                "beside the budgets.",
+                "%s customises load_state_dict (%s): each file of weights in %s is read whole, into memory that the "
+                "budgets do not count.",
                 type(self._bare_model).__name__,
                 own,
                 directory,
@@ -396,8 +396,8 @@ class StockOnPages(_StockHost):
         # Of one without the other the stock Trainer takes neither.
         if saved is None or not scheduler.is_file():
             logger.warning(
-                "%s has no %s: the weights are taken from it, and training goes on with a new optimizer and its "
-                "schedule from the start, as without ptm_accel.",
+                "%s has no %s: only its weights are loaded, and training continues with a new optimizer and a schedule "
+                "from the start, as without ptm_accel.",
                 directory,
                 "optimizer state" if saved is None else SCHEDULER_NAME,
             )

@@ -45,13 +45,13 @@ class Enabled:
 
 
 def enable(ptm_config: PTMConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> Enabled:
-    """Puts every `transformers.Trainer` (or subclass) that is built from now on on pages, until `disable()`.
+    """Makes every `transformers.Trainer` (or subclass) that is built until `disable()` train on pages.
 
     Args:
         ptm_config: the options: a `PTMConfig`, a mapping, or the path of a YAML file.
 
     Returns:
-        a value that may be used as `with enable(...):`, to switch off at the end of the block.
+        a context manager: `with enable(...):` switches it off at the end of the block.
 
     Raises:
         ConfigError: options that cannot be used, or other options than those it is already enabled with.

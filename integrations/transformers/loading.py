@@ -74,11 +74,11 @@ def from_pretrained(
     memory: Memory | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Reads a model from safetensors straight onto pages; as `auto_cls.from_pretrained(id_or_path, **kwargs)` else.
+    """Reads a model from safetensors straight onto pages.
 
-    Beyond the budgets, memory holds one tensor at a time (for fused experts, copies of one layer's experts). The
-    values are those of the plain call, with the same dtypes and ties, and in evaluation mode as ever; parameters that
-    the checkpoint lacks are initialised with the same random numbers.
+    The result is that of `auto_cls.from_pretrained(id_or_path, **kwargs)`: the same values, dtypes and ties, in
+    evaluation mode. Parameters that the checkpoint lacks are initialised with the same random numbers. In addition to
+    the budgets, memory holds one tensor at a time (for fused experts, copies of one layer's experts).
 
     Args:
         auto_cls: an auto class, such as `AutoModelForCausalLM`, or a model class.
@@ -296,9 +296,9 @@ def from_config(
     """Builds a model on pages and initialises it there, one tensor at a time.
 
     Its initial values are those of `initialize_weights()` on a model that was constructed without initialisation
-    (`transformers.initialization.no_init_weights()`), with the same random state. `auto_cls.from_config` draws other
-    random numbers before those, in the constructors of torch's modules, so its values are others from the same
-    distributions. On a device, the random numbers are the device's.
+    (`transformers.initialization.no_init_weights()`), with the same random state. `auto_cls.from_config` also draws
+    random numbers in the constructors of torch's modules. So its values differ, but have the same distributions. On a
+    device, the random numbers are the device's.
 
     Args:
         auto_cls: an auto class, such as `AutoModelForCausalLM`, or a model class.
@@ -308,11 +308,11 @@ def from_config(
         **kwargs: as for `auto_cls.from_config`.
 
     Returns:
-        the model, on pages, in training mode as ever.
+        the model, on pages, in training mode as that of `auto_cls.from_config`.
 
     Raises:
-        UnsupportedError: no class is given, or a large parameter is left by `_init_weights` as it was constructed.
-        BudgetError: less than the least budget the model can train under, with the weights that it ties still apart.
+        UnsupportedError: no class is given, or `_init_weights` does not set a large parameter.
+        BudgetError: less than the least budget the model can train under, before its weights are tied.
     """
     _check_class(auto_cls)
     options = PTMConfig.load(ptm_config)

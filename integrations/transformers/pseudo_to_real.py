@@ -24,20 +24,20 @@ logger = logging.getLogger(__name__)
 
 
 class PseudoToReal(TrainerCallback, ExportableState):
-    """Trains with shared blocks at first (M6-10T, arXiv 2110.03888), and with the real model from some step on.
+    """Trains with shared blocks at first (M6-10T, arXiv 2110.03888), and later with the real model.
 
-    For a plain Trainer, `callbacks=[PseudoToReal(delink=0.3)]`; the model is linked as the Trainer is made. A Trainer
-    on pages adds it by itself where `ptm_config` has `pseudo_to_real`, and links as `train()` begins.
+    For a plain Trainer, `callbacks=[PseudoToReal(delink=0.3)]`; the model is linked when the Trainer is made. A Trainer
+    on pages adds the callback if `ptm_config` has `pseudo_to_real`, and links when `train()` begins.
 
     Args:
         delink: `"auto"`, a number of steps, or a fraction of the training.
-        moments: what becomes of optimizer state then: `"copy"`, `"scale"` or `"reset"`.
-        resume_from_checkpoint: for a plain Trainer, the checkpoint that `train()` will be given; its stage is gone on
-            with. A Trainer on pages needs no telling.
+        moments: the optimizer state of delinked blocks: `"copy"`, `"scale"` or `"reset"`.
+        resume_from_checkpoint: for a plain Trainer, the checkpoint that `train()` will be given; training continues in
+            its stage. A Trainer on pages does not need it.
 
     Attributes:
         stage: `"new"`, `"linked"` or `"real"`.
-        losses: what was logged while linked, as (step, loss).
+        losses: the losses logged while linked, as (step, loss).
         delinks_at: the number of steps after which blocks are delinked; None while that is not known.
 
     Raises:

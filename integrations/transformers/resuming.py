@@ -83,7 +83,7 @@ def _refuse_incomplete(path: Path, hashes: bool) -> None:
     within = [found.name for found in _numbered(path) if _whole(found)]
     if within:
         raise CheckpointError(
-            f"{path} is no checkpoint, but holds {', '.join(within)}. Resume from one of them: {path / within[0]}."
+            f"{path} is not a checkpoint, but holds {', '.join(within)}. Resume from one of them: {path / within[0]}."
         )
     raise CheckpointError(
         f"the checkpoint {path} is incomplete: it has {len(list(path.iterdir()))} files, and no {TRAINER_STATE_NAME}, "

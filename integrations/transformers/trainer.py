@@ -46,8 +46,8 @@ _MADE_IN_TRAINING = ("optimizer", "lr_scheduler", "_created_lr_scheduler")
 class PTMTrainerMixin(PagedCheckpoints, MicroBatches, KnownLoop):
     """Puts the model of any Trainer on pages: `class MyTrainer(PTMTrainerMixin, Seq2SeqTrainer): ...`.
 
-    The model goes on its pages when it is first trained or evaluated, so that it can be changed until then (frozen,
-    resized, given adapters).
+    The model is put on pages when it is first trained or evaluated, so it can be changed until then (frozen, resized,
+    given adapters).
 
     Args:
         *args: as for the Trainer.
@@ -88,9 +88,9 @@ class PTMTrainerMixin(PagedCheckpoints, MicroBatches, KnownLoop):
             refuse_optimizer(self.args)
         if (wanted := self._dtype_of_evaluation) is not None:
             logger.warning(
-                "%s_full_eval casts the whole model where it is evaluated outside of train(), which cannot be done on "
+                "%s_full_eval casts the whole model for an evaluation outside of train(), which is not possible on "
                 "pages: evaluate() and predict() are refused there, unless the model is %s already. Within train() it "
-                "changes nothing, as ever.",
+                "has no effect, as in the stock Trainer.",
                 *wanted,
             )
         if not any(isinstance(callback, PTMCallback) for callback in self.callback_handler.callbacks):
@@ -211,8 +211,8 @@ class PTMTrainerMixin(PagedCheckpoints, MicroBatches, KnownLoop):
         others = {p.dtype for p in self.model.parameters() if p.is_floating_point()} - {dtype}
         if others:
             raise PagedModelError(
-                f"{name}_full_eval=True would cast the model from {', '.join(sorted(map(str, others)))} to {dtype} for "
-                "good, which cannot be done on pages. Evaluate within train() (eval_strategy), set "
+                f"{name}_full_eval=True would cast the model from {', '.join(sorted(map(str, others)))} to {dtype}, "
+                "which is not possible on pages. Evaluate within train() (eval_strategy), set "
                 f"{name}_full_eval=False, or load the model in {dtype}."
             )
 
@@ -285,7 +285,7 @@ class PTMTrainerMixin(PagedCheckpoints, MicroBatches, KnownLoop):
         return super().prediction_step(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As in the Trainer; the lines of training get what was used and moved since the last one."""
+        """As in the Trainer; the lines of training get the memory used and the bytes moved since the last one."""
         engine = self._engine
         if engine is not None and "loss" in logs and "learning_rate" in logs:
             logs = {**logs, **engine.metrics.since_last()}
@@ -312,7 +312,7 @@ _made: dict[type, type[transformers.Trainer]] = {}
 
 
 def ptm_trainer(cls: type[transformers.Trainer]) -> type[transformers.Trainer]:
-    """The class that is `cls` on pages, under the same name; takes `ptm_config` as well.
+    """Returns a subclass of `cls` that trains on pages; it has the same name, and takes `ptm_config` as well.
 
     Args:
         cls: any subclass of `transformers.Trainer` (Seq2SeqTrainer, TRL's, your own).

@@ -97,7 +97,7 @@ def weight_files(directory: Path, variant: str | None = None) -> list[Path]:
         # A file that is a link, as in the Hub's cache, is one in this folder; a path is not.
         if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or os.path.basename(name) != name:
             raise CheckpointError(
-                f"{index} is damaged: it names {name!r}, which is no file in its folder. Copy or download the model "
+                f"{index} is damaged: it names {name!r}, which is not a file in its folder. Copy or download the model "
                 "again."
             )
     missing = [name for name in shards if not (directory / name).is_file()]
@@ -202,8 +202,8 @@ def load_weights(model: nn.Module, directory: Path, *, strict: bool = True, part
     own = own_loading(model)
     if own is not None:
         raise UnsupportedError(
-            f"{type(model).__name__} loads its state in a way of its own ({own}), which reading it tensor by tensor "
-            "would leave out. Use model.load_state_dict(), which works on pages, or the Trainer's resuming."
+            f"{type(model).__name__} customises load_state_dict ({own}), which reading tensor by tensor would leave "
+            "out. Use model.load_state_dict(), which works on pages, or the Trainer's resuming."
         )
     files = weight_files(Path(directory))
     targets = _targets(model)
@@ -235,8 +235,8 @@ def load_weights(model: nn.Module, directory: Path, *, strict: bool = True, part
             tensors.update((name, shard.get_slice(name)) for name in shard.keys() if name in headers)  # noqa: SIM118
         for name, text in _hand_out(model, tensors, "cpu", strict, write).failures.items():
             raise CheckpointError(
-                f"{name} cannot be made from what is saved: {_last_line(text)}. The model is now partly loaded; load "
-                "another checkpoint into it."
+                f"{name} cannot be made from the saved tensors: {_last_line(text)}. The model is now partly loaded; "
+                "load another checkpoint into it."
             )
     if engine.optimizer is not None:
         # They were written from outside: masters are taken from them anew.

@@ -225,8 +225,8 @@ def _take_back(staging: Path, final: Path, aside: Path, error: BaseException) ->
     except OSError as again:
         raise DiskError(
             again.errno,
-            f"cannot save {final.name} for good: {error}, and its renames cannot be taken back: {again.strerror}. What "
-            "has that name now may be another after a power cut. Look after the disk, or set output_dir elsewhere",
+            f"cannot sync {final.name} to disk: {error}, and its renames cannot be undone: {again.strerror}. After a "
+            "power cut that name may be another directory's. Check the disk, or set output_dir elsewhere",
             str(final),
         ) from error
 

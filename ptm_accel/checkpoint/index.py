@@ -78,7 +78,7 @@ def of_another_version(path: Path, found: object, known: int, otherwise: str = "
     """Returns the error of a file whose format has another version; `otherwise` says what else may be done."""
     remedy = "Install the ptm_accel that wrote it"
     if isinstance(found, int) and found > known:
-        remedy = "A later ptm_accel wrote it: pip install -U ptm-accel"
+        remedy = "A later ptm_accel wrote it: install that version"
     return CheckpointError(
         f"{path} has version {found} of its format, and this ptm_accel reads version {known}. {remedy}{otherwise}."
     )

@@ -102,7 +102,7 @@ def read_manifest(directory: Path) -> Sums | None:
     if not isinstance(read, dict) or read.pop("format", None) != FORMAT:
         raise damaged(path, f"it is not of the format {FORMAT!r}")
     if read.pop("crc32", None) != _own_crc(read):
-        raise damaged(path, "it is not what was written")
+        raise damaged(path, "its bytes are not those that were written")
     if read["version"] != VERSION:
         raise of_another_version(path, read["version"], VERSION, _UNHASHED)
     if read["piece_bytes"] != PIECE_BYTES:

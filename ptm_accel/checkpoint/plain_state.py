@@ -83,8 +83,8 @@ def _read_plain(file: Path) -> dict[str, Any]:
         _ = saved["param_groups"], saved["state"]
     except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
         raise CheckpointError(
-            f"{file} ({format_bytes(file.stat().st_size)}) is no optimizer state that can be read without running code "
-            f"from it: {reason_of(error)}. Resume from another checkpoint."
+            f"{file} ({format_bytes(file.stat().st_size)}) is not an optimizer state that can be read without running "
+            f"code from it: {reason_of(error)}. Resume from another checkpoint."
         ) from error
     return saved
 

@@ -15,7 +15,7 @@ from ptm_accel.units import format_bytes
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of the Trainer, or what save_state has written.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of the Trainer or of save_state.")],
     output: Annotated[Path | None, typer.Option(help="By default optimizer.pt in the checkpoint.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that was saved after the checkpoint.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
@@ -33,10 +33,10 @@ def export(
 
 
 def check(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of the Trainer, or what save_state has written.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint of the Trainer or of save_state.")],
     as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
-    """Compares the files of a checkpoint with what was saved; exit status 2 and the file's name if one is damaged.
+    """Compares the files of a checkpoint with the CRCs of its save; exit status 2 and a file's name if it is damaged.
 
     ptm-accel check run/checkpoint-500
     """
@@ -62,10 +62,10 @@ def check(
         typer.echo(json.dumps({"compared": sums is not None, **told}, indent=1))
         return
     if sums is None or nbytes is None:
-        typer.echo(f"{checkpoint}: can be read. It has no {MANIFEST_NAME} that tells what was saved.")
+        typer.echo(f"{checkpoint}: can be read. It has no {MANIFEST_NAME}, so a changed byte is not noticed.")
         return
     rate = format_bytes(int(nbytes / took_s))
-    typer.echo(f"{checkpoint}: {len(sums)} files, {format_bytes(nbytes)}, are what was saved ({rate}/s)")
+    typer.echo(f"{checkpoint}: {len(sums)} files, {format_bytes(nbytes)}, are as they were saved ({rate}/s)")
 
 
 def _trainers() -> Any:

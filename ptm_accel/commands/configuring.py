@@ -72,7 +72,7 @@ def read_config(file: Path) -> dict[str, Any]:
         return dict(_PLAIN_SETUP)
     content = read_yaml(file)
     if not isinstance(content, dict):
-        raise ConfigError(f"{file}: holds no mapping, so it is no configuration of accelerate; name another file.")
+        raise ConfigError(f"{file}: not a mapping, so not a configuration of accelerate; name another file.")
     return content
 
 

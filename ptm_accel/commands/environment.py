@@ -19,7 +19,7 @@ _PACKAGES = ("ptm-accel", "torch", "transformers", "accelerate", "peft", "trl", 
 
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False) -> None:
-    """Shows what a report of a problem should tell: versions, machine, memory limits, devices.
+    """Shows the facts for a bug report: versions, machine, memory limits, devices.
 
     ptm-accel env
     """

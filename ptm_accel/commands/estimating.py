@@ -26,7 +26,7 @@ def estimate(
     bf16: Annotated[bool, typer.Option("--bf16", help="Autocast, as bf16=True of the Trainer; --dtype stays.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
-    """Tells what training a model needs, and whether it fits a machine that you describe, which need not be there.
+    """Shows the memory that training a model needs, and whether it fits a machine that you describe.
 
     ptm-accel estimate Qwen/Qwen3-8B --dtype bfloat16 --checkpointing --length 2048 --gpu 4090 --ram 96GB
     """
@@ -113,13 +113,13 @@ def _show_estimate(found: Estimate, batch: str, borders: int | None, unknown: st
         **(_states_of_one(found) if several else {"their states": format_bytes(found.states_bytes)}),
         "all in memory": f"host_memory of {format_bytes(found.whole_bytes)}",
         "the least": f"host_memory of {format_bytes(found.least_bytes)}, and {format_bytes(found.below_bytes)} of disk",
-        "what makes it the least": found.reason,
+        "decided by": found.reason,
         **(_beside_ranges(found) if several else {}),
-        f"beside it, a batch of {batch}": held,
+        f"in addition, a batch of {batch}": held,
         **kept_by_layer(borders),
     }
     show(rows)
-    typer.echo("On a GPU, device_memory takes the place of host_memory, and counts what a batch takes.")
+    typer.echo("On a GPU, device_memory takes the place of host_memory, and counts the batch as well.")
     if unknown is not None:
         typer.echo(unknown)
 
@@ -146,7 +146,7 @@ def _states_of_one(found: Estimate) -> dict[str, str]:
         "gradients": kept.gradients_bytes,
     }
     return {
-        f"each of {found.processes} processes": "with shard: full; below, the one that has most",
+        f"each of {found.processes} processes": "with shard: full; figures of the largest one",
         "its states": format_bytes(found.states_bytes),
         "of these": ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes),
     }
@@ -157,7 +157,7 @@ def _beside_ranges(found: Estimate) -> dict[str, str]:
     count = found.processes
     memory, disk = format_bytes(count * found.least_bytes), format_bytes(count * found.below_bytes)
     return {
-        "of the least, for whole layers": f"{format_bytes(found.gathered_bytes)}, beside those in use",
+        "of the least, for whole layers": f"{format_bytes(found.gathered_bytes)}, without those in use",
         f"{count} on one machine": f"at least {memory} of memory, and {disk} of disk",
         "over the network": f"{format_bytes(found.network_bytes)} to each process in a micro-batch",
     }

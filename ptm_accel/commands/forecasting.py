@@ -136,7 +136,7 @@ def _use(tier: str, use: Any, found: Fitting, hardware: Hardware) -> str:
     shown = f"{least}{format_decimal(use.pages_bytes)} of pages"
     if use.pass_bytes:
         shown += f", {format_decimal(use.pass_bytes)} of batch and activations"
-    of = f"{_SHARES[tier]} of it" if tier != RAM or hardware.gpu is not None else "what they leave, at most 80%"
+    of = f"{_SHARES[tier]} of it" if tier != RAM or hardware.gpu is not None else "the rest of it, at most 80%"
     return f"{shown}; limit for pages {format_decimal(use.budget_bytes)} ({of})" if use.budget_bytes else shown
 
 

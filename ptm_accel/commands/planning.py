@@ -30,7 +30,7 @@ def plan(
     disk: Annotated[str | None, typer.Option(help="As the option; a folder of this machine, without a GPU.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
-    """Tells which layers would stay and which would leave, and what a step would take, here or on a described machine.
+    """Shows which layers would stay and which would leave, and the time of a step, here or on a described machine.
 
     ptm-accel plan Qwen/Qwen3-8B --dtype bfloat16 --checkpointing --length 2048 --gpu 4090 --ram 96GB
     """
@@ -43,7 +43,7 @@ def plan(
         _show_there(work, hardware, options, asked.tokens, as_json=as_json)
         return
     if asked.processes > 1:
-        raise ConfigError("processes: they are planned for a machine that is described; write --gpu and --ram beside.")
+        raise ConfigError("processes: they are only planned for a described machine; add --gpu and --ram.")
     found, device_bytes = _here(work, options)
     host = import_module("ptm_accel.integrations.transformers.estimating")
     borders = host.kept_by_layer(meta, asked.batch_size, asked.length)
@@ -64,7 +64,7 @@ def _disk(paths: str | None, *, described: bool) -> Any:
     if paths is None:
         return None
     if described:
-        raise ConfigError("disk: a folder of this machine; of one that is described, write --ssd 1TB@5GB/s instead.")
+        raise ConfigError("disk: it is a folder of this machine; for a described machine write --ssd 1TB@5GB/s.")
     return DiskConfig.load(paths.split(","))
 
 
@@ -89,8 +89,8 @@ def _here(work: Work, asked: PTMConfig) -> tuple[Outlook, int | None]:
     speeds = measured_speeds(device, dtype, resolved.disk_paths, master_weights=work.master_weights)
     if speeds is None:
         raise ConfigError(
-            "disk: without a GPU layers leave for a disk; give --disk a folder on an SSD, or describe a machine with "
-            "--gpu or --ram."
+            "disk: without a GPU, layers that do not fit go to a disk; give --disk a folder on an SSD, or describe a "
+            "machine with --gpu or --ram."
         )
     on_device = resolved.device_bytes is not None
     capacity = resolved.host_bytes if resolved.device_bytes is None else resolved.device_bytes
@@ -113,7 +113,7 @@ def _show_there(work: Work, hardware: Hardware, asked: PTMConfig, tokens: int, *
 
     machine = hardware.shared_by(work.processes)
     if asked.device_memory is not None and machine.gpu is None:
-        raise ConfigError("device_memory: the machine that is described has no GPU; write --gpu beside it.")
+        raise ConfigError("device_memory: the described machine has no GPU; add --gpu.")
     budgets = budgets_of(machine, work.touched().pass_bytes if machine.gpu is None else 0)
     if asked.device_memory is not None and machine.gpu is not None:
         budgets = replace(budgets, gpu=_size("device_memory", asked.device_memory, machine.gpu.memory_bytes))
@@ -135,7 +135,7 @@ def _size(option: str, asked: str | int, total_bytes: int) -> int:
     nbytes = parse_bytes(asked, total_bytes=total_bytes)
     if nbytes > total_bytes:
         raise BudgetError(
-            f"{option}: asked {format_bytes(nbytes)}, the machine that is described has {format_bytes(total_bytes)}."
+            f"{option}: asked {format_bytes(nbytes)}, the described machine has {format_bytes(total_bytes)}."
         )
     return nbytes
 

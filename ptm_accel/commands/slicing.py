@@ -21,7 +21,7 @@ def slices(
     dtype: Annotated[str, typer.Option(help="Dtype of the parameters: float32, bfloat16 or float16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
-    """Tells how a pipeline of stages like this machine would best cut a batch into rows and slices of tokens.
+    """Finds the best cut of a batch into rows and slices of tokens, for a pipeline of stages like this machine.
 
     ptm-accel slices Qwen/Qwen3-8B --length 8192 --stages 8
     """

@@ -14,8 +14,8 @@ from ptm_accel.errors import UnsupportedError
 
 ADVICE = (
     "Every rank has to do the same, in the same order, with parameters that are sharded over ranks: take that line out "
-    "of `if rank == 0` or the like, do it on all of them, and use the result on one (`with ptm_accel.gathered(model): "
-    "...`)."
+    "of conditions such as `if rank == 0`, do it on all ranks, and use the result on one (`with "
+    "ptm_accel.gathered(model): ...`)."
 )
 
 _LIBRARY = (sysconfig.get_path("stdlib"), "<frozen")
@@ -55,6 +55,6 @@ def named(rank: int, what: str) -> Iterator[None]:
 def diverged(rank: int, what: str, error: RuntimeError) -> UnsupportedError:
     """Returns the error of a collective that the other ranks have not joined."""
     return UnsupportedError(
-        f"rank {rank} {what}{line()}, and the other ranks have not done so with it: one of them has ended, whose own "
-        f"error says why, or does something else. {ADVICE} ({error})"
+        f"rank {rank} {what}{line()}, and the other ranks have not done so: one of them has ended (its own error says "
+        f"why), or does something else. {ADVICE} ({error})"
     )

@@ -351,7 +351,7 @@ class Ranks:
             dist.all_reduce(both, dist.ReduceOp.MAX, group=self._control)
         except RuntimeError as error:
             raise UnsupportedError(
-                f"rank {self.rank} {what}{line()}, and not all of the {self.count} ranks have come to do so within "
+                f"rank {self.rank} {what}{line()}, and not all of the {self.count} ranks have done so within "
                 f"{CONTROL_TIMEOUT_S:g} s. {ADVICE} ({error})"
             ) from error
         if both[0] == -both[1]:
@@ -377,8 +377,8 @@ class Ranks:
         if (gathered, reduced) != (-low_gathered, -low_reduced):
             raise UnsupportedError(
                 f"the {self.count} ranks have not used the same parameters in the same order, as rank {self.rank} sees "
-                "at the end of a backward; what they have computed may be wrong. Every rank has to run the same code: "
-                "look for what one rank does alone, and resume from the last checkpoint."
+                "at the end of a backward; their results may be wrong. Every rank has to run the same code: look for "
+                "code that one rank runs alone, and resume from the last checkpoint."
             )
         return [int(value) for value in found]
 

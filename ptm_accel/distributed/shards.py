@@ -143,8 +143,8 @@ class Shards:
         self.wholes.drop_all()
         if self.wholes.pinned:
             raise UnsupportedError(
-                f"a step was made while {self.wholes.pinned[0].name} is in use, as by ptm_accel.gathered(). End that "
-                "first."
+                f"a step was made while {self.wholes.pinned[0].name} is in use, as in `with ptm_accel.gathered()`. "
+                "Step after that block."
             )
 
     def norms(

@@ -235,8 +235,8 @@ class RateCache:
     def _give_up(self, folder: Path, error: OSError) -> None:
         self.path = None
         logger.info(
-            "the hardware profile cannot be kept in %s (%s): it is measured in each process anew; set "
-            "PTM_ACCEL_CACHE to a folder that can be written to.",
+            "the hardware profile cannot be stored in %s (%s), so each process measures anew; set PTM_ACCEL_CACHE to "
+            "a folder that can be written to.",
             folder,
             error.strerror or error,
         )

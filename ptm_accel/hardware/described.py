@@ -95,13 +95,13 @@ def described(
         others = {"ssd": ssd, "link": link, "cpu": cpu, "network": network}
         lone = next((name for name, given in others.items() if given is not None), None)
         if lone is not None:
-            raise ConfigError(f"{lone}: it is of a machine that is described; write --ram 64GB beside it, or --gpu.")
+            raise ConfigError(f"{lone}: it belongs to a described machine; add --ram 64GB, or --gpu.")
         return None
     card, pcie = (None, _DEFAULT_PCIE) if gpu is None else _card_of(gpu)
     if card is None and link is not None:
-        raise ConfigError("link: it is the link to a GPU; write --gpu beside it, or leave --link out.")
+        raise ConfigError("link: it is the link to a GPU; add --gpu, or leave --link out.")
     if card is not None and cpu is not None:
-        raise ConfigError("cpu: with a GPU passes are computed there; leave --cpu out.")
+        raise ConfigError("cpu: with --gpu the GPU computes; leave --cpu out.")
     ram_size, _, ram_rate = (ram or "").partition("@")
     ssd_bytes, ssd_rates = (0, None) if ssd is None else _ssd_of(ssd)
     rate = PCIE_BYTES_S[pcie] * LINK_SHARE if link is None else _bytes_s("link", link, "25GB/s")
@@ -157,7 +157,7 @@ def _size(option: str, text: str, example: str) -> int:
     except ConfigError:
         nbytes = 0
     if nbytes < 1:
-        raise ConfigError(f"{option}: {shown(text)} is no size above 0; write one such as {example}.")
+        raise ConfigError(f"{option}: {shown(text)} is not a size above 0; write one such as {example}.")
     return nbytes
 
 
@@ -203,5 +203,5 @@ def lora_rank(text: str | None) -> int | None:
         return None
     found = re.fullmatch(r"(?:r=)?([0-9]{1,6})", text.strip())
     if found is None or int(found[1]) < 1:
-        raise ConfigError(f"lora: {shown(text)} is no rank of 1 or more; write one such as r=16.")
+        raise ConfigError(f"lora: {shown(text)} is not a rank of 1 or more; write one such as r=16.")
     return int(found[1])

@@ -378,7 +378,7 @@ class Lanes:
                 if again:
                     what = piece.transfer.direction.value, piece.transfer.slot.name, file.folder
                     # As text: an error refers to the frames that it has passed, and handlers keep records.
-                    logger.warning("a %s of %s in %s has failed, and is made once more: %s", *what, str(error))
+                    logger.warning("a %s of %s in %s has failed, and is tried once more: %s", *what, str(error))
             else:
                 return None
         return failure

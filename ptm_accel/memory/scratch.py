@@ -181,7 +181,7 @@ class ScratchFile:
     def _choose_direct(self) -> None:
         if self._file_system in IN_MEMORY:
             self._warn(
-                "which is memory and no disk: what is stored there takes host memory that host_memory does not count; "
+                "which is memory and no disk: pages there take host memory that host_memory does not count; "
                 "set disk.paths to a folder on a disk."
             )
             return

@@ -124,8 +124,8 @@ class Traffic:
             made = backing.new(tensor.slot_bytes, tensor.tag, tensor.name)
         except BudgetError as refusal:
             raise type(refusal)(
-                f"{tensor.name}: a value of state_dict() is kept, and takes {format_bytes(tensor.slot_bytes)} beside "
-                f"the one that is to be stored. Drop it, or keep a copy of it (`value.clone()`). ({refusal})"
+                f"{tensor.name}: a value of state_dict() is kept, and takes {format_bytes(tensor.slot_bytes)} in "
+                f"addition to the new value. Drop it, or keep a copy of it (`value.clone()`). ({refusal})"
             ) from refusal
         if not whole:
             backing.copy(handle, made)

@@ -140,9 +140,9 @@ class ByLayer:
                 self._forward(jobs, states, turn)
                 if self._with_gradients() != gradients:
                     raise UnsupportedError(
-                        "micro_batches: by_layer: the loss uses parameters of layers beside their forward (a penalty "
-                        "on weights), whose gradients are added in another order than in plain accumulation. Leave "
-                        "micro_batches out."
+                        "micro_batches: by_layer: the loss uses parameters of layers outside of their forward (a "
+                        "penalty on weights), whose gradients are added in another order than in plain accumulation. "
+                        "Leave micro_batches out."
                     )
                 draws = not before.same_as(RandomStates(device))
                 if draws and not (self._inexact or of == 1):
@@ -261,7 +261,7 @@ class ByLayer:
                 if (first or job.worker.over) and states_of(self._layers) != states:
                     raise UnsupportedError(
                         "micro_batches: by_layer: modes, adapters or attention backends are changed around the forward "
-                        "of a micro-batch, which others would meet in the middle of theirs. Leave micro_batches out."
+                        "of a micro-batch, which would change the forwards of the others. Leave micro_batches out."
                     )
 
     def _call(self, job: _Job, number: int, layer: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -284,7 +284,7 @@ class ByLayer:
         last = job.calls[-1] if job.calls else None
         if last is not None and not any(given is leaf for leaf in last.leaves):
             raise UnsupportedError(
-                f"micro_batches: by_layer: layer {number} is not given what layer {number - 1} has returned. Leave "
+                f"micro_batches: by_layer: the input of layer {number} is not the output of layer {number - 1}. Leave "
                 "micro_batches out."
             )
         may_draw = self._inexact or len(self._jobs) == 1

@@ -236,8 +236,8 @@ def _dropped(tensor: torch.Tensor) -> None:
 
 def _lost(packed: object) -> torch.Tensor:
     raise UnsupportedError(
-        "micro_batches: by_layer: the loss uses what a layer computes beside its output, of which nothing is kept. "
-        "Leave micro_batches out."
+        "micro_batches: by_layer: the loss uses inner results of a layer, of which only the output is kept. Leave "
+        "micro_batches out."
     )
 
 

@@ -188,7 +188,7 @@ def _cuts(slot: ParamSlot, data: torch.Tensor) -> list[Cut] | None:
     if not can_be_cut(data.numel(), before.count):
         raise PagedModelError(
             f"parameter {slot.name} of shape {tuple(slot.value.shape)}, which is sharded over {before.count} ranks, "
-            f"was given data of shape {tuple(data.shape)}, of which one would have nothing. Change it before the model "
-            "is put on pages."
+            f"was given data of shape {tuple(data.shape)}, too few elements for each rank to have one. Change it "
+            "before the model is put on pages."
         )
     return [Cut(data.numel(), before.count, before.rank)]

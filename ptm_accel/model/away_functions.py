@@ -150,8 +150,8 @@ def converts(func: Any, args: Any, kwargs: Any) -> bool:
         )
     if found.dtype == dtype and found.device == device and found.stride() != probe.stride():
         raise PagedModelError(
-            f"cannot change how a parameter of {dim} dimensions lies in memory (another memory format, as "
-            "channels_last): it is on pages. Call `ptm_accel.engine_of(model).detach()` first."
+            f"cannot change the memory format of a parameter of {dim} dimensions (as to channels_last): it is on "
+            "pages. Call `ptm_accel.engine_of(model).detach()` first."
         )
     return True
 

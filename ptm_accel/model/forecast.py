@@ -64,13 +64,13 @@ def forecast(
     autocast_dtype: torch.dtype | None = None,
     backward: bool = True,
 ) -> int:
-    """Returns the most bytes that one pass over `model` holds at once beside its parameters, buffers and gradients.
+    """Returns the most bytes that one pass over `model` holds at once, without its parameters, buffers and gradients.
 
     Args:
         model: on any device, also the meta device; in the mode (train or eval) and with the gradient checkpointing
             that the pass will have. It is unchanged afterwards, and none of its values are read.
-        batch: the model's keyword arguments. Of tensors only shape and dtype count; they are held as well.
-        autocast_dtype: what `torch.autocast` will cast to; None without it.
+        batch: the model's keyword arguments. Of tensors only shape and dtype count; their bytes are included.
+        autocast_dtype: the dtype of `torch.autocast`; None without it.
         backward: whether a backward follows, from the model's `loss` or the sum of the tensor that it returns; False
             is a pass under `torch.no_grad`.
 

@@ -104,7 +104,7 @@ class GivenValues:
                 # Said once.
                 self._forget(each)
                 raise PagedModelError(
-                    f"what was written to a value of state_dict() cannot be taken over ({written} time(s)): it is a "
+                    f"a write to a value of state_dict() cannot reach the model ({written} time(s)): the value is a "
                     f"copy of {slot.name}, which has changed since then, or it was dropped before the model was used "
                     "again. Call `state_dict()` anew before writing, or write to the parameter "
                     "(`param.data.copy_(...)`)."

@@ -37,7 +37,7 @@ from ptm_accel.optim.updates import Updates
 
 logger = logging.getLogger(__name__)
 
-_LOST = "what waited is lost. Resume from the last checkpoint."
+_LOST = "pending gradients are lost. Resume from the last checkpoint."
 
 
 class LockFreeUpdates(Updates):
@@ -155,8 +155,8 @@ class LockFreeUpdates(Updates):
             if state.slot.own.block in self._values and state.differs:
                 raise UnsupportedError(
                     f"parameter {state.slot.name} was changed in place, or its memory was given to other code (p.data, "
-                    "p.detach()), in a forward or backward, while gradients of it wait to be applied (update: "
-                    "lock_free): what is written so would be lost. Do it between two steps, or set update to exact."
+                    "p.detach()), in a forward or backward, while its gradients are pending (update: lock_free): the "
+                    "written values would be lost. Do it between two steps, or set update to exact."
                 )
 
     def _is_ready(self, state: ParamState) -> bool:
@@ -303,7 +303,7 @@ class LockFreeUpdates(Updates):
         self._lose(number, self._sweeps.clear())
         self._sweeps.error = None
         self._end()
-        logger.error("an update beside training failed (%s: %s); %s", type(error).__name__, error, _LOST)
+        logger.error("a lock-free update failed (%s: %s); %s", type(error).__name__, error, _LOST)
         try:
             raise error
         finally:
@@ -318,7 +318,7 @@ class LockFreeUpdates(Updates):
         self._end()
         if sweeps.error is not None:
             # Nobody has come to be told by an exception.
-            logger.error("an update beside training failed (%s); %s", sweeps.error, _LOST)
+            logger.error("a lock-free update failed (%s); %s", sweeps.error, _LOST)
             sweeps.error = None
         held = [group.held for group in sweeps.groups.values()] + ([sweeps.desk.held] if sweeps.desk else [])
         sweeps.groups.clear()

@@ -24,8 +24,8 @@ def refuse_processes(*, several: bool) -> None:
     """
     if several:
         raise UnsupportedError(
-            "update: lock_free cannot keep several processes alike: each would apply gradients at times of its own. "
-            "Train in one process, or set update to exact."
+            "update: lock_free cannot keep several processes alike: each would apply gradients at other times. Train "
+            "in one process, or set update to exact."
         )
 
 

@@ -183,7 +183,7 @@ def measured_state(optimizer: torch.optim.Optimizer, *, masters: bool, device: t
             probe.step()
     except Exception as error:
         logger.warning(
-            "what the optimizer %s keeps could not be measured on small tensors (%s: %s); two tensors for each "
+            "the state of the optimizer %s could not be measured on small tensors (%s: %s); two tensors for each "
             "parameter are assumed.",
             cls.__name__,
             type(error).__name__,

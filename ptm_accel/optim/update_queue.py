@@ -205,7 +205,7 @@ class UpdateQueue:
         """
         if not self.whole:
             raise UnsupportedError(
-                f"{what} between backward and optimizer.step(), after updates had begun: nobody may see half a step. "
+                f"{what} between backward and optimizer.step(), after updates had begun: it would see half a step. "
                 "Do it elsewhere, or set update='blocking'; and resume from the last checkpoint."
             )
 
@@ -355,7 +355,7 @@ class UpdateQueue:
         """
         if error is not None:
             logger.error(
-                "an optimizer step was broken off (%s: %s) when %d of its %d parameters had been updated; the rest is "
+                "an optimizer step was interrupted (%s: %s) when %d of its %d parameters had been updated; the rest is "
                 "lost. Resume from the last checkpoint.",
                 type(error).__name__,
                 error,

@@ -289,12 +289,12 @@ class Updates:
             raise UnsupportedError(
                 "the gradients have no finite norm, and updates have begun with some of them: in a plain run all "
                 "weights would be NaN after this step. Resume from the last checkpoint with update='blocking', and "
-                "look for what overflows."
+                "look for the overflow."
             )
         if not bool(coefficient == 1.0):
             raise UnsupportedError(
-                f"the gradients are to be multiplied by {float(coefficient):.3g} (clipping) after updates have begun: "
-                "something clips that is not the Trainer. Set update='blocking', or max_grad_norm."
+                f"the gradients would be multiplied by {float(coefficient):.3g} (clipping) after updates have begun: "
+                "code other than the Trainer clips. Set update='blocking', or max_grad_norm."
             )
 
     def end_early(self) -> None:
@@ -310,7 +310,7 @@ class Updates:
         """The step will not be ended: what has been done of it stays done."""
         if self.early is not None:
             logger.error(
-                "backward was broken off after updates had begun: the weights are between two steps. Resume from the "
+                "backward was interrupted after updates had begun: the weights are between two steps. Resume from the "
                 "last checkpoint. (With update='blocking' no update begins before optimizer.step().)"
             )
         self.end_early()
@@ -336,9 +336,9 @@ class Updates:
         self.settle()
         if self.lost is not None:
             raise LostStepError(
-                f"cannot save what is between two steps: the update {self.lost} (counted since this optimizer was "
-                "prepared). Load the last checkpoint, weights and optimizer, and go on from there; "
-                "model.save_pretrained() and model.state_dict() give the weights as they are."
+                f"cannot save between two steps: the update {self.lost} (counted since this optimizer was prepared). "
+                "Load the last checkpoint, weights and optimizer, and continue from there; model.save_pretrained() and "
+                "model.state_dict() give the present weights."
             )
 
     def _lose(self, number: int, count: int) -> None:

@@ -184,8 +184,8 @@ class _Loss(torch.autograd.Function):
         under, ctx.under = ctx.under, None
         if under is None:
             raise UnsupportedError(
-                "a second backward through the same forward of a model in a pipeline: what it needs is gone. Add the "
-                "losses up, or call the model again."
+                "a second backward through the same forward of a model in a pipeline, whose saved tensors are freed. "
+                "Add the losses up, or call the model again."
             )
         ctx.pipeline.backward(under, gradients[0])
         return (None,) * 5

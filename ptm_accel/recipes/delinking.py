@@ -33,21 +33,21 @@ Clones = dict[nn.Parameter, nn.Parameter]
 def delink(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, moments: str = "scale") -> int:
     """Gives each block of a linked model a clone of the weights, between two steps.
 
-    Learning rates, parameter groups and schedulers go on: a clone is in the group of what it was cloned from.
+    Learning rates, parameter groups and schedulers stay: a clone is in the group of its original.
 
     Args:
         model: the model; on pages or not.
-        optimizer: its optimizer, or what wraps it; None where there is none yet.
-        moments: what becomes of its state for the weights. `"copy"`: each block has it. `"scale"`: the same, as if each
-            of the n blocks had had an equal share of the gradients, independent of the others': first and second
-            moments are divided by n. `"reset"`: none of them has any, and it begins anew.
+        optimizer: its optimizer, or a wrapper of it; None if there is none yet.
+        moments: the optimizer state of the clones. `"copy"`: that of the shared weights. `"scale"`: that divided by the
+            number of blocks, as if each had had an equal share of the gradients, independent of the others'.
+            `"reset"`: none; it begins anew.
 
     Returns:
-        how many parameters there are more.
+        the number of new parameters.
 
     Raises:
-        UnsupportedError: the model is not linked, gradients are there, or `moments` is none of these.
-        BudgetError: there is no room for what there is more.
+        UnsupportedError: the model is not linked, it has gradients, or `moments` is none of these.
+        BudgetError: there is no room for the new parameters and their state.
     """
     places = places_of(model)
     if moments not in MOMENTS:

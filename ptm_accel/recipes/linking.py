@@ -62,15 +62,15 @@ def forget(model: nn.Module) -> None:
 def link(model: nn.Module) -> int:
     """Gives the repeated blocks of a model (in its outermost `ModuleList`s, of one class) the first one's weights.
 
-    What has another shape or dtype, is frozen in one of them and not in the other, or is in one alone (T5's table of
-    relative positions) stays. Buffers do. The gradient of a shared weight is the sum over the blocks, so it is larger
-    than that of one block, by up to their number; for a limit on the norm of gradients that counts.
+    Not shared are: parameters of another shape or dtype, those that are frozen in one block only, those that one block
+    alone has (T5's table of relative positions), and buffers. The gradient of a shared weight is the sum over the
+    blocks, so its norm is up to their number times larger, which a limit on the norm has to allow for.
 
     Args:
-        model: the model; on pages or not. What it had in the other blocks is lost.
+        model: the model; on pages or not. The weights of its other blocks are lost.
 
     Returns:
-        how many parameters have been replaced.
+        the number of parameters that have been replaced.
 
     Raises:
         UnsupportedError: it has no repeated blocks, or is linked already.

@@ -109,8 +109,8 @@ def plan_pass(
         needed = access.held_bytes + kept_bytes + (0 if access.item in kept else trace.items[access.item].nbytes)
         if needed > capacity_bytes:
             raise ScheduleError(
-                f"access {index} ({trace.items[access.item].name}) needs {format_bytes(needed)} with what is held "
-                f"beside it, and the budget is {format_bytes(capacity_bytes)}. Raise it, or page on demand."
+                f"access {index} ({trace.items[access.item].name}) needs {format_bytes(needed)} with the other bytes "
+                f"in use, and the budget is {format_bytes(capacity_bytes)}. Raise it, or page on demand."
             )
     after = kept
     never_there = created | passing | on_host.seconds.keys()

@@ -144,9 +144,7 @@ def test_renames_that_cannot_be_taken_back_are_told(tmp_path: Path, monkeypatch:
             raise OSError(errno.EIO, "broken")
         return rename(self, target)
 
-    message = (
-        r"cannot save c for good: \[Errno 5\] broken, and its renames cannot be taken back: broken\. What has that"
-    )
+    message = r"cannot sync c to disk: \[Errno 5\] broken, and its renames cannot be undone: broken\. After a power cut"
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", fail)
         with pytest.raises(DiskError, match=message), staged(final) as staging:

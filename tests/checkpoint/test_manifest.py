@@ -125,7 +125,7 @@ def test_a_flipped_byte_of_the_manifest_is_told(saved: Path) -> None:
         ("", "is damaged: Expecting value"),
         ("[]", "is damaged: it is not of the format 'ptm_accel manifest'"),
         ("[" * 100_000, "is damaged: maximum recursion depth exceeded"),
-        ('{"format": "ptm_accel manifest", "crc32": 7}', "is damaged: it is not what was written"),
+        ('{"format": "ptm_accel manifest", "crc32": 7}', "is damaged: its bytes are not those that were written"),
     ],
 )
 def test_what_is_no_manifest(content: str, text: str, saved: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_manifest_of_another_version(saved: Path, monkeypatch: pytest.MonkeyPa
         manifest.write_manifest(saved, {})
     text = (
         r"has version 2 of its format, and this ptm_accel reads version 1\. A later ptm_accel "
-        r"wrote it: pip install -U ptm-accel, or set checkpoint_hashes to false\.$"
+        r"wrote it: install that version, or set checkpoint_hashes to false\.$"
     )
     with pytest.raises(CheckpointError, match=text):
         check_manifest(saved)

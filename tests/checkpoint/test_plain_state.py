@@ -265,13 +265,13 @@ def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
     before = engine.optimizer.state_dict()["state"][0]["exp_avg"].clone() if engine.optimizer else None
     for content in (b"", b"text", torch.zeros(2).numpy().tobytes()):
         (tmp_path / "bad.pt").write_bytes(content)
-        with pytest.raises(CheckpointError, match="is no optimizer state that can be read without running code"):
+        with pytest.raises(CheckpointError, match="is not an optimizer state that can be read without running code"):
             load_plain_state(ours, tmp_path / "bad.pt")
     torch.save({"state": {}}, tmp_path / "bad.pt")
-    with pytest.raises(CheckpointError, match="is no optimizer state that can be read"):
+    with pytest.raises(CheckpointError, match="is not an optimizer state that can be read"):
         load_plain_state(ours, tmp_path / "bad.pt")
     torch.save(nn.Linear(2, 2), tmp_path / "bad.pt")
-    with pytest.raises(CheckpointError, match="is no optimizer state that can be read without running code"):
+    with pytest.raises(CheckpointError, match="is not an optimizer state that can be read without running code"):
         load_plain_state(ours, tmp_path / "bad.pt")
     assert before is not None
     assert torch.equal(ours.state_dict()["state"][0]["exp_avg"], before)

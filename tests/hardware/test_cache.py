@@ -128,10 +128,10 @@ def test_a_folder_that_cannot_be_made_is_said_once(tmp_path: Path, caplog: pytes
             entered += 1
             store.add(KEY, SHOWN)
     assert entered == 2
-    said = [record.getMessage() for record in caplog.records if "cannot be kept" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "cannot be stored" in record.getMessage()]
     assert said == [
-        f"the hardware profile cannot be kept in {blocked / 'cache'} (Not a directory): it is measured in each "
-        f"process anew; set PTM_ACCEL_CACHE to a folder that can be written to."
+        f"the hardware profile cannot be stored in {blocked / 'cache'} (Not a directory), so each process measures "
+        f"anew; set PTM_ACCEL_CACHE to a folder that can be written to."
     ]
 
 

@@ -125,8 +125,8 @@ def trainers(folder: Path) -> None:
             assert count > 2 or same(whole(ours.model), weights), name
             text = (
                 f"{folder / name / CALLS} was saved by 1 process, and {count} train now: a step has {count} x 2 = "
-                f"{2 * count} samples instead of 1 x 2 = 2. Set the batch size or the accumulation if it is to have as "
-                "many as before."
+                f"{2 * count} samples instead of 1 x 2 = 2. To keep the old number, set the batch size or the "
+                "accumulation."
             )
             assert told.texts == ([text] if dist.get_rank() == 0 else []), told.texts
             # As at the end of a training with `load_best_model_at_end`: the stock one reads the same.
@@ -222,7 +222,7 @@ def accelerators(folder: Path) -> None:
         text = (
             f"{source} was saved by 1 process, and {count} train now: a step has the batches of {count} instead of 1."
         )
-        assert [each.split(" Set ")[0] for each in told.texts] == [text] * (dist.get_rank() == 0), told.texts
+        assert [each.split(" To keep ")[0] for each in told.texts] == [text] * (dist.get_rank() == 0), told.texts
         found = run(accelerator, trained, optimizer, SAVED)
         assert found == (expected if count == 2 else pytest.approx(expected, rel=1e-5)), (found, expected)
         assert count > 2 or same(whole(trained), weights), name

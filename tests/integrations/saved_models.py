@@ -122,7 +122,7 @@ DAMAGE = [
     (break_the_index, r"model.safetensors.index.json is damaged: .*Copy or download the model again"),
     (
         name_a_path,
-        r"index.json is damaged: it names '\.\./.*/model-00001-of-\d+.safetensors', which is no file in its folder.",
+        r"index.json is damaged: it names '\.\./.*/model-00001-of-\d+.safetensors', which is not a file in its folder.",
     ),
     (
         remove_all,

@@ -115,7 +115,7 @@ slices model --stages 2 --batch_size 0   | Invalid value for '--batch_size'
 slices model --stages 2 --dtype int8     | dtype: 'int8' is unknown
 slices model --stages 2 --seq 64         | No such option: --seq
 config --config_file .                   | Is a directory
-config --config_file list.yaml           | holds no mapping
+config --config_file list.yaml           | not a mapping
 config                                   | nothing was written
 export                                   | Missing argument 'checkpoint'
 export missing                           | no such directory: missing
@@ -130,7 +130,7 @@ launch --num_processes two script.py     | invalid int value: 'two'
 launch --cpu --multi_gpu script.py       | You can only use one of
 launch --config_file no.yaml script.py   | no.yaml
 launch --use_fsdp script.py              | both want to place the same parameters
-launch script.py --ptm_disk .            | stands behind the script script.py
+launch script.py --ptm_disk .            | comes after the script script.py
 """
 """Of those without words on the right, what they say is tested elsewhere."""
 

@@ -184,7 +184,7 @@ def test_arguments_that_are_refused(
     for argument, value in changes.items():
         setattr(trainer.args, argument, value)
     assert trainer.ptm_config is not None
-    with pytest.raises(UnsupportedError, match=rf"by_layer was not shown to give the numbers .* with {name}\. Leave"):
+    with pytest.raises(UnsupportedError, match=rf"by_layer is not known to give the numbers .* with {name}\. Leave"):
         refuse_by_layer(trainer, trainer.ptm_config)
 
 
@@ -216,7 +216,7 @@ def test_a_training_step_over_that_of_trl_is_refused(tiny: ModuleType, tmp_path:
 
 
 def test_a_loop_of_ones_own_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="is what the Trainer does with gradient accumulation"):
+    with pytest.raises(UnsupportedError, match="needs the Trainer's gradient accumulation"):
         PTMAccelerator(cpu=True, ptm_config={"micro_batches": "by_layer"})
     with pytest.raises(ConfigError, match="micro_batches: got 'layers'"):
         PTMAccelerator(cpu=True, ptm_config={"micro_batches": "layers"})

@@ -304,7 +304,7 @@ def test_a_checkpoint_is_checked_by_command(run: dict[str, Any], tmp_path: Path)
     assert found.exit_code == 0
     count = len(covered(tmp_path / "c"))
     assert f"c: {count} files, " in found.output
-    assert "are what was saved (" in found.output
+    assert "are as they were saved (" in found.output
     os.truncate(tmp_path / "c" / "scheduler.pt", 20)
     refused = check(tmp_path / "c").exception
     assert isinstance(refused, CheckpointError)
@@ -312,7 +312,8 @@ def test_a_checkpoint_is_checked_by_command(run: dict[str, Any], tmp_path: Path)
     (tmp_path / "c" / MANIFEST_NAME).unlink()
     assert "scheduler.pt is damaged: it cannot be read" in str(check(tmp_path / "c").exception)
     (tmp_path / "c" / "scheduler.pt").unlink()
-    assert "c: can be read. It has no ptm_manifest.json that tells what was saved." in check(tmp_path / "c").output
+    told = check(tmp_path / "c").output
+    assert "c: can be read. It has no ptm_manifest.json, so a changed byte is not noticed." in told
     assert "no such directory: " in str(check(tmp_path / "none").exception)
 
 

@@ -197,9 +197,9 @@ def test_processes_that_a_script_starts_need_not_use_pages(folder: Path, tmp_pat
         (["--use_ptm", "--ptm-disc=/x"], "unknown flag --ptm-disc; did you mean --ptm_disk?"),
         (["--ptm_host_memory", "4GB"], "--ptm_host_memory does nothing without --use_ptm; add --use_ptm."),
         (["--use_ptm", "--ptm_host_memory", "lots"], "host_memory: "),
-        (["--use_ptm", "--ptm_update", "lock_less"], "update: got 'lock_less', which it cannot be; write"),
-        (["--use_ptm", "--ptm_shard", "half"], "shard: got 'half', which it cannot be; write"),
-        (["--use_ptm", "--ptm_shard", "full", "--ptm_token_slices", "4"], "(full) cannot do what token_slices"),
+        (["--use_ptm", "--ptm_update", "lock_less"], "update: got 'lock_less'; write"),
+        (["--use_ptm", "--ptm_shard", "half"], "shard: got 'half'; write"),
+        (["--use_ptm", "--ptm_shard", "full", "--ptm_token_slices", "4"], "cannot be combined with token_slices"),
         (["--use_ptm", "--ptm_disk_limit", "4GB"], "is a limit without a disk; set disk as well."),
         (["--use_ptm", "--ptm_config_file", "none.yaml"], "none.yaml: no such file"),
         (["--use_ptm", "--ptm_config_file", "bad.yaml"], "bad.yaml: not valid YAML"),
@@ -301,7 +301,7 @@ def test_a_flag_behind_the_script_is_refused(host: ModuleType, capsys: pytest.Ca
         host._validate_launch_command(host.launch_command_parser().parse_args(["script.py", "--use_ptm"]))
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert "--use_ptm stands behind the script script.py, to which it would be given; put it before." in said
+    assert "--use_ptm comes after the script script.py, and would be passed to it; put it before." in said
 
 
 def test_what_was_asked_is_told_to_the_processes(host: ModuleType, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_moments_and_keys_are_checked(tiny: ModuleType, tmp_path: Path, monkeypa
         Trainer(model=tiny.model(), args=tiny.arguments(tmp_path), ptm_config={"pseudo_to_real": {"moment": "copy"}})
     monkeypatch.setenv("ACCELERATE_USE_PTM", "true")
     monkeypatch.setenv("PTM_MOMENTS", "scale")
-    with pytest.raises(ConfigError, match="none are linked; set pseudo_to_real as well"):
+    with pytest.raises(ConfigError, match="no blocks are linked; set pseudo_to_real as well"):
         Trainer(model=tiny.model(), args=tiny.arguments(tmp_path))
 
 

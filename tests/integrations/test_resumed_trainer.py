@@ -81,5 +81,5 @@ def test_what_is_said_of_processes(
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (second, second))
     tell_of_processes(tmp_path, now, 4)
-    remedy = "Set the batch size or the accumulation if it is to have as many as before."
+    remedy = "To keep the old number, set the batch size or the accumulation."
     assert caplog.messages == ([] if said is None else [f"{tmp_path} was saved by {said}. {remedy}"])

@@ -303,7 +303,7 @@ def test_evaluation_in_another_dtype_is_refused_outside_of_training(
         return Trainer(model=model, args=arguments, train_dataset=tiny.data(), eval_dataset=tiny.data(), ptm_config={})
 
     ours = trainer(tiny.model())
-    assert "bf16_full_eval casts the whole model where it is evaluated outside of train()" in caplog.text
+    assert "bf16_full_eval casts the whole model for an evaluation outside of train()" in caplog.text
     ours.train()
     assert len([line for line in ours.state.log_history if "eval_loss" in line]) == 2
     for evaluate in (ours.evaluate, lambda: ours.predict(tiny.data())):

@@ -230,7 +230,7 @@ def test_only_complete_checkpoints_are_resumed_from(
     with pytest.raises(CheckpointError) as refused:
         again.train(resume_from_checkpoint=str(run))
     assert str(refused.value) == (
-        f"{run} is no checkpoint, but holds checkpoint-2. Resume from one of them: {run / 'checkpoint-2'}."
+        f"{run} is not a checkpoint, but holds checkpoint-2. Resume from one of them: {run / 'checkpoint-2'}."
     )
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 4
@@ -369,7 +369,7 @@ def test_save_only_model(
         trainer.train(resume_from_checkpoint=True)
         runs.append((sorted({*os.listdir(run / "checkpoint-2"), MANIFEST_NAME}), tiny.digest(trainer.model)))
     assert runs[0] == runs[1]
-    assert "checkpoint-1 has no optimizer state: the weights are taken from it, and training goes on" in caplog.text
+    assert "checkpoint-1 has no optimizer state: only its weights are loaded, and training continues" in caplog.text
 
 
 def test_without_a_scheduler_the_optimizer_begins_anew_as_well(
@@ -386,7 +386,7 @@ def test_without_a_scheduler_the_optimizer_begins_anew_as_well(
         resumed.train(resume_from_checkpoint=str(run / "checkpoint-2"))
         runs.append((_steps({"history": tiny.history(resumed)}), tiny.digest(resumed.model)))
     assert runs[0] == runs[1]
-    assert "checkpoint-2 has no scheduler.pt: the weights are taken from it" in caplog.text
+    assert "checkpoint-2 has no scheduler.pt: only its weights are loaded" in caplog.text
 
 
 def test_uploads_begin_when_the_checkpoint_has_its_name(

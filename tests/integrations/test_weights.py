@@ -61,7 +61,7 @@ def test_saved_weights_are_read_into_a_model_on_pages(name: str, shard: str, sav
 @pytest.mark.parametrize("name", ["/etc/passwd", "../model", "a/b", "..", ".", "", "a\0b", 7])
 def test_a_name_in_an_index_is_of_a_file_in_its_folder(name: object, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a.weight": name}}))
-    with pytest.raises(CheckpointError, match="is damaged: it names .*, which is no file in its folder. Copy or"):
+    with pytest.raises(CheckpointError, match="is damaged: it names .*, which is not a file in its folder. Copy or"):
         weight_files(tmp_path)
 
 
@@ -236,7 +236,7 @@ def test_a_tensor_that_cannot_be_made_is_said(saved: Save, tmp_path: Path) -> No
         (
             "NotImplementedError: Cannot copy out of meta tensor",
             "Traceback ...\nRuntimeError: sizes differ\n",
-            "a.weight cannot be made from what is saved: RuntimeError: sizes differ",
+            "a.weight cannot be made from the saved tensors: RuntimeError: sizes differ",
         ),
     ],
 )

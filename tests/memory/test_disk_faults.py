@@ -117,7 +117,7 @@ def test_what_fails_once_is_moved_once_more(
         transfer(slot, shift, data if transfer == tier.store else back).wait()
         (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         what = "write" if transfer == tier.store else "read"
-        assert said == f"a {what} of w in {tmp_path} has failed, and is made once more: [Errno 5] Input/output error"
+        assert said == f"a {what} of w in {tmp_path} has failed, and is tried once more: [Errno 5] Input/output error"
         caplog.clear()
     assert torch.equal(data, back)
 

@@ -335,8 +335,8 @@ def test_no_room_beside_a_snapshot_is_a_refusal(tmp_path: Path) -> None:
         with pytest.raises(BudgetError) as refused:
             evict_and_wait(pool, tensor)
         assert str(refused.value).startswith(
-            "a: a value of state_dict() is kept, and takes 4096 B beside the one that is to be stored. Drop it, or "
-            "keep a copy of it (`value.clone()`). (host frames: cannot place 4096 B for a: "
+            "a: a value of state_dict() is kept, and takes 4096 B in addition to the new value. Drop it, or keep a "
+            "copy of it (`value.clone()`). (host frames: cannot place 4096 B for a: "
         )
         assert (snapshot == 1.0).all()
         assert (pool.fault(tensor) == 2.0).all()

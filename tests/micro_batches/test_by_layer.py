@@ -319,15 +319,15 @@ def with_a_cache(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (caught_by_a_hook, "the loss uses what a layer computes beside its output"),
-        (all_hidden_states, "the loss uses what a layer computes beside its output|a gradient"),
+        (caught_by_a_hook, "the loss uses inner results of a layer"),
+        (all_hidden_states, "the loss uses inner results of a layer|a gradient"),
         (two_forwards, "layer 0 is call 4 of layers in a micro-batch"),
-        (penalty, "the loss uses parameters of layers beside their forward"),
+        (penalty, "the loss uses parameters of layers outside of their forward"),
         (skipping, "layer 2 is call 1 of layers"),
         (looping, "layer 1 is call 2 of layers"),
         (switching, "modes, adapters or attention backends are changed"),
         (with_a_cache, "a layer is given a cache that is not empty"),
-        (changing_between, "layer 1 is not given what layer 0 has returned"),
+        (changing_between, "the input of layer 1 is not the output of layer 0"),
     ],
 )
 def test_what_would_go_wrong_in_silence_is_refused(loss: Loss, message: str) -> None:

@@ -331,7 +331,7 @@ def test_what_is_refused_is_refused_before_anything_is_updated(tmp_path: Path) -
         for _ in range(3):
             run.step(3)
         assert "lm_head.weight" in run.begun
-        with pytest.raises(UnsupportedError, match="the loss uses parameters of layers beside their forward"):
+        with pytest.raises(UnsupportedError, match="the loss uses parameters of layers outside of their forward"):
             run.backward(3, penalty)
         assert run.optimizer.updates.early is None
         run.engine.abort()
@@ -364,7 +364,7 @@ def test_an_error_after_updates_have_begun_loses_the_step(
         with caplog.at_level(logging.ERROR), pytest.raises(error):
             run.backward(3)
         hook.remove()
-        assert "backward was broken off after updates had begun: the weights are between two steps" in caplog.text
+        assert "backward was interrupted after updates had begun: the weights are between two steps" in caplog.text
         assert run.optimizer.updates.early is None
         run.engine.abort()
         run.engine.zero_grad()

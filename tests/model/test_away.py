@@ -198,7 +198,7 @@ def test_conversions_are_refused(convert: object, tmp_path: Path) -> None:
     [
         (
             lambda m: m.to(memory_format=torch.channels_last),
-            r"^cannot change how a parameter of 4 dimensions lies",
+            r"^cannot change the memory format of a parameter of 4 dimensions",
         ),
         (
             lambda m: m.share_memory(),

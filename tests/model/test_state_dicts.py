@@ -257,7 +257,7 @@ def test_a_write_after_the_parameter_has_changed_is_an_error(tmp_path: Path) -> 
         with pytest.raises(PagedModelError) as raised:
             model(torch.ones(2, 64))
         assert str(raised.value) == (
-            "what was written to a value of state_dict() cannot be taken over (1 time(s)): it is a copy of 4.weight, "
+            "a write to a value of state_dict() cannot reach the model (1 time(s)): the value is a copy of 4.weight, "
             "which has changed since then, or it was dropped before the model was used again. Call `state_dict()` anew "
             "before writing, or write to the parameter (`param.data.copy_(...)`)."
         )
@@ -270,7 +270,7 @@ def test_a_write_that_nobody_kept_is_an_error(tmp_path: Path) -> None:
         model(torch.ones(2, 64))
         kept["4.weight"].mul_(2.0)
         del kept
-        with pytest.raises(PagedModelError, match=r"cannot be taken over \(1 time\(s\)\): it is a copy of 4.weight"):
+        with pytest.raises(PagedModelError, match=r"the model \(1 time\(s\)\): the value is a copy of 4.weight"):
             model[4].weight.sum()
 
 
@@ -284,7 +284,7 @@ def test_a_write_where_hooks_have_come_off_is_an_error(tmp_path: Path) -> None:
         step(model, optimizer)
         assert engine.training.plain.active
         kept["4.weight"].mul_(2.0)
-        with pytest.raises(PagedModelError, match="cannot be taken over"):
+        with pytest.raises(PagedModelError, match="cannot reach the model"):
             model(torch.ones(2, 64))
         model.state_dict()["4.weight"].fill_(2.0)
         step(model, optimizer)

@@ -515,7 +515,7 @@ def test_an_error_that_nobody_was_told_of_is_logged(tmp_path: Path, caplog: pyte
                 assert sweeps.changed.wait_for(lambda: sweeps.error is not None, 30)
         engine.close()
         engine.check_integrity = lambda: None  # type: ignore[method-assign]
-    assert "an update beside training failed (the disk is gone); what waited is lost" in caplog.text
+    assert "a lock-free update failed (the disk is gone); pending gradients are lost" in caplog.text
 
 
 def test_an_engine_closes_while_much_waits(tmp_path: Path) -> None:
@@ -584,16 +584,16 @@ def test_the_figure_that_is_named_suffices(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"update": "exact", "max_staleness": 2}, "max_staleness: it is for update: lock_free; set that, or leave"),
-        ({"max_staleness": -1}, "max_staleness: got -1; write how many steps a parameter may lack, 0 or more."),
+        ({"max_staleness": -1}, "max_staleness: got -1; write how many steps a parameter may lag, 0 or more."),
         ({"max_staleness": "some"}, "max_staleness: got 'some'; write how many"),
-        ({"pipeline": 2}, "update: lock_free cannot do what pipeline asks for; leave one out."),
-        ({"pseudo_to_real": "auto"}, "update: lock_free cannot do what pseudo_to_real asks for; leave one out."),
+        ({"pipeline": 2}, "update: lock_free cannot be combined with pipeline; leave one out."),
+        ({"pseudo_to_real": "auto"}, "update: lock_free cannot be combined with pseudo_to_real; leave one out."),
         (
             {"micro_batches": "by_layer"},
-            "update: lock_free cannot stand beside micro_batches: by_layer; leave one out.",
+            "update: lock_free cannot be combined with micro_batches: by_layer; leave one out.",
         ),
-        ({"shard": "full"}, "update: lock_free cannot stand beside shard: full; leave one out."),
-        ({}, "max_staleness: with update: lock_free, set how many steps a parameter may lack, such as 1; 0 gives"),
+        ({"shard": "full"}, "update: lock_free cannot be combined with shard: full; leave one out."),
+        ({}, "max_staleness: with update: lock_free, set how many steps a parameter may lag, such as 1; 0 gives"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:

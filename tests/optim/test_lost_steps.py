@@ -54,7 +54,7 @@ def test_after_a_lost_update_nothing_is_saved_until_all_is_loaded(way: str, tmp_
         with one_failure(after=1), pytest.raises(DiskError, match="the disk is gone"):
             engine.settle()
         count = len(list(engine.slots))
-        said = r"cannot save what is between two steps: the update of step 4 failed, and (\d+) parameters were not"
+        said = r"cannot save between two steps: the update of step 4 failed, and (\d+) parameters were not"
         with pytest.raises(LostStepError, match=said) as caught:
             optimizer.state_dict()
         number = re.search(r"and (\d+) parameters", str(caught.value))
@@ -159,7 +159,7 @@ def test_a_blocking_step_that_fails_in_the_middle_is_lost(kind: str, warm: int, 
             optimizer.step()
         assert engine.gradients is not None
         assert not engine.gradients.present()
-        said = rf"cannot save what is between two steps: the update of step {warm + 1} failed, and (\d+) parameters"
+        said = rf"cannot save between two steps: the update of step {warm + 1} failed, and (\d+) parameters"
         with pytest.raises(LostStepError, match=said) as caught:
             optimizer.state_dict()
         number_left = re.search(r"and (\d+) parameters", str(caught.value))

@@ -244,7 +244,7 @@ def test_what_cannot_be_measured_is_said(caplog: pytest.LogCaptureFixture) -> No
         "the optimizer OnlyLarge is not of torch or transformers. On pages its step() is called for some whole tensors "
         "at a time; if it couples tensors, or counts the calls of step() outside of param_groups and state, its "
         "numbers will differ from a plain run's.",
-        "what the optimizer OnlyLarge keeps could not be measured on small tensors (ValueError: too small for its "
+        "the state of the optimizer OnlyLarge could not be measured on small tensors (ValueError: too small for its "
         "blocks); two tensors for each parameter are assumed.",
     ]
 

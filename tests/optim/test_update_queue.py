@@ -451,7 +451,7 @@ def test_an_update_that_fails_is_told_by_the_next_look(
             engine.settle()
         # Whoever has looked may have gone on.
         (said,) = (record.getMessage() for record in caplog.records if record.levelno == logging.ERROR)
-        told = re.match(r"an optimizer step was broken off \(DiskError: .*\) when (\d+) of its (\d+) parameters", said)
+        told = re.match(r"an optimizer step was interrupted \(DiskError: .*\) when (\d+) of its (\d+) parameters", said)
         assert told is not None, said
         count = len(list(model.parameters()))
         assert int(told[1]) < count

@@ -122,8 +122,8 @@ def test_the_trainer(change: Any, message: str, tmp_path: Path) -> None:
         ({"pipeline": True}, ConfigError, r"pipeline.stages: got True"),
         ({"pipeline": {}}, ConfigError, "pipeline: it has no stages"),
         ({"pipeline": {"stage": 2}}, ConfigError, "pipeline: unknown key 'stage'; did you mean 'stages'"),
-        ({"pipeline": 2, "pseudo_to_real": "auto"}, ConfigError, "pipeline: .* what pseudo_to_real asks for"),
-        ({"pipeline": 2, "token_slices": 4}, ConfigError, "pipeline: .* what token_slices asks for"),
+        ({"pipeline": 2, "pseudo_to_real": "auto"}, ConfigError, "pipeline: .* with pseudo_to_real; leave"),
+        ({"pipeline": 2, "token_slices": 4}, ConfigError, "pipeline: .* with token_slices; leave"),
         ({"pipeline": 2}, ConfigError, "2 stages, and 1 processes; start 2 of them"),
     ],
 )

@@ -169,7 +169,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "staged" / "last" / "model.safetensors").exists()
     for run in staged(tmp_path, 2, kind="llama", arguments={**saving, "max_steps": 3}, resume=True):
         result(run)
-        assert "the weights are taken from it, and training goes on with a new optimizer" in run.err
+        assert "only its weights are loaded, and training continues with a new optimizer" in run.err
 
 
 @pytest.mark.process

@@ -206,7 +206,7 @@ def test_sums_that_more_is_added_to_leave_before_parameters() -> None:
 def test_more_kept_than_leaves_room_is_refused() -> None:
     trace = layers(4)
     plan_pass(trace, capacity_bytes=40, kept=frozenset({0, 1, 2}))
-    with pytest.raises(ScheduleError, match="needs 40 B with what is held"):
+    with pytest.raises(ScheduleError, match="needs 40 B with the other bytes in use"):
         plan_pass(trace, capacity_bytes=39, kept=frozenset({0, 1, 2}))
 
 
