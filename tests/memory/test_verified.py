@@ -81,7 +81,7 @@ def test_a_bit_that_is_read_wrong_once_is_read_again(
     flips.at, flips.left = slot.segments[0].offset + at, 1
     tier.load(slot, 0, back).wait()
     assert torch.equal(back, data)
-    assert "made once more: [Errno 5] the bytes read are not those written, CRC-32" in caplog.text
+    assert "tried once more: [Errno 5] the bytes read are not those written, CRC-32" in caplog.text
 
 
 @pytest.mark.parametrize("at", [0, UNIT + 7, NBYTES - 1])
