@@ -152,8 +152,9 @@ def outlook(
 def overflowing(found: Outlook, missing_bytes: int, link: LinkRates, disk: LinkRates) -> Outlook:
     """Returns the same step where host memory under a device lacks room: what it lacks lies on the disk.
 
-    Pages leave host memory by their next use, so a step reads and writes about as much as there is no room for. The
-    time of that is added: the thread that computes waits for pages to be written.
+    Pages leave host memory by their next use, so a step reads and writes about as much as there is no room for. What no
+    update changes is not written, and is read by forward and backward. The time is added to that of the step: the thread
+    that computes waits for pages to be written.
 
     Args:
         found: the step with all the host memory that it needs.
@@ -161,7 +162,8 @@ def overflowing(found: Outlook, missing_bytes: int, link: LinkRates, disk: LinkR
         link: the rates of the link to the device.
         disk: those of the disk.
     """
-    read, written = min(missing_bytes, found.in_bytes), min(missing_bytes, found.out_bytes)
+    written = min(missing_bytes, found.out_bytes)
+    read = min(written + 2 * (missing_bytes - written), found.in_bytes)
     cost = replace(found.cost, read_bytes=read, written_bytes=written)
     disk_s = disk.seconds(read, written)
     return replace(found, step_s=found.step_s + disk_s, disk_s=disk_s, cost=cost, bound=lower_bound(cost, link, disk))

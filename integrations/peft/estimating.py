@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from ptm_accel.errors import ConfigError
@@ -22,4 +23,7 @@ def with_lora(model: Any, rank: int) -> Any:
     except ImportError as error:
         raise ConfigError("lora: adapters are made by PEFT, which is not installed; pip install peft.") from error
     task = "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None
-    return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type=task))
+    with warnings.catch_warnings():
+        # PEFT calls what transformers has renamed; nothing that who asks for a forecast could change.
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type=task))

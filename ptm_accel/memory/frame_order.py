@@ -13,6 +13,9 @@ from heapq import heapify, heappop, heappush
 
 from ptm_accel.memory.frame_pages import FrameHandle, Page
 
+_MOST_USES = 1_000_000
+"""Uses after which what was seen so far counts as a step: a step of 1 TB has 100,000 of pages of 32 MiB."""
+
 Key = tuple[str, int]
 """A page of a handle, by the name of the handle and its place in it. Gradients get a new handle in each step."""
 
@@ -61,6 +64,9 @@ class FrameOrder:
         self._pages.move_to_end(page)
         if not self.learns:
             return
+        if self._now - self._begin >= _MOST_USES:
+            # No step has an end, as in evaluation: what is noted must not grow with time.
+            self.end_step()
         places = self._seen.setdefault(page.key, [])
         places.append(self._now - self._begin)
         self._now += 1

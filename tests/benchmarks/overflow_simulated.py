@@ -13,6 +13,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import card_simulated as card
@@ -31,12 +32,13 @@ from ptm_accel.memory.mapping import FilePiece
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, Memory, frame_bytes
 from ptm_accel.model import attach
+from ptm_accel.schedule.watch import LinkUse
 
 from tests.card import Card  # isort: skip
 
 FLOPS, LINK_BYTES_S = 165e12 * 0.45, 25e9
 """Of a 4090, as `ptm-accel estimate` takes them."""
-WARM_UP = 8
+WARM_UP = 14
 
 
 class Move:
@@ -109,6 +111,15 @@ def memory_of(pages_bytes: int, ram_bytes: int, ssd: SimulatedSsd) -> Memory:
     return Memory(pool, budgets, None, [backing, tier, frames], device=tier)
 
 
+def use_of_link(memory: Memory) -> LinkUse:
+    """Bytes to and from the card, and the busy time of the slower of link and SSD."""
+    assert memory.device is not None
+    moved = memory.device.moved()
+    if DEVICE.busy["ssd"] > moved.busy_s:
+        return LinkUse(moved.in_bytes, moved.out_bytes, DEVICE.busy["ssd"])
+    return LinkUse(moved.in_bytes, moved.out_bytes, moved.busy_s, moved.both_s)
+
+
 def run(options: argparse.Namespace, ram: float, label: str) -> float:
     """Prints a row; returns the median of a step's seconds."""
     model = model_of(options.tokens)
@@ -116,8 +127,9 @@ def run(options: argparse.Namespace, ram: float, label: str) -> float:
     memory = memory_of(int(options.gpu * 1e9) // SCALE, int(ram * 1e9) // SCALE, ssd)
     engine = Engine.attach(model, PTMConfig(page_size=card.PAGE_BYTES), memory=memory)
     link, below = LINK_BYTES_S / SCALE, options.ssd * 1e9 / SCALE
-    # As a run does with a disk below (`Pages._learn_rates`).
+    # As a run does with a disk below (`Pages._learn_rates`): the planner corrects the rates by the use that it sees.
     engine.run_ahead.rates = LinkRates(min(link, below), min(link, below), min(2 * link, below))
+    engine.run_ahead.link_use = partial(use_of_link, memory)
     optimizer = engine.bind_optimizer(adamw(model))
     for _ in range(WARM_UP):
         step(model, optimizer, engine)

@@ -144,3 +144,17 @@ def test_all_that_may_leave_is_met_once_and_stays_in_order() -> None:
     assert next(iter(order.leaving(pages[0].handle))) is pages[3]
     order.remove(pages[3])
     assert list(order.leaving(None)) == [pages[0], pages[2], pages[1]]
+
+
+def test_what_is_noted_does_not_grow_where_no_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ptm_accel.memory.frame_order._MOST_USES", 40)
+    order, pages = FrameOrder(), pages_of(4)
+    order.learns = True
+    for page in pages:
+        order.add(page)
+    for _ in range(100):
+        for page in pages:
+            order.use(page)
+    assert sum(len(places) for places in order._seen.values()) <= 40
+    assert len(order._farthest) <= 44
+    assert list(order.leaving(None)) == list(reversed(pages))
