@@ -153,8 +153,8 @@ def overflowing(found: Outlook, missing_bytes: int, link: LinkRates, disk: LinkR
     """Returns the same step where host memory under a device lacks room: what it lacks lies on the disk.
 
     Pages leave host memory by their next use, so a step reads and writes about as much as there is no room for. What no
-    update changes is not written, and is read by forward and backward. The time is added to that of the step: the thread
-    that computes waits for pages to be written.
+    update changes is not written, and is read by forward and backward. The time is added to that of the step, since the
+    thread that computes waits for pages to be written.
 
     Args:
         found: the step with all the host memory that it needs.

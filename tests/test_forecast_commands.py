@@ -7,14 +7,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig, ViTConfig
 from typer.testing import CliRunner
 
 from ptm_accel import cli, speeds
 from ptm_accel.errors import BudgetError, ConfigError, PTMError, UnsupportedError
+from ptm_accel.hardware.profile import LinkRates
 
 RUNNER = CliRunner()
 ASKED = ("--page_size", "4096", "--batch_size", "2", "--length", "24")
@@ -271,3 +274,26 @@ def test_a_step_is_forecast_for_text(tmp_path: Path) -> None:
     error = refused("estimate", str(tmp_path), *ON_GPU)
     assert isinstance(error, UnsupportedError)
     assert str(error).startswith("a step is forecast for text only, and ViTForImageClassification takes pixel_values;")
+
+
+def test_a_plan_on_a_gpu_here_counts_what_ram_lacks(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, disk = LinkRates(2e9, 2e9, 4e9), LinkRates(1e9, 1e9, 1e9)
+    found = speeds.Speeds(1e12, 1e9, link, host_params=1e9)
+    monkeypatch.setattr(speeds, "measured_speeds", lambda *given, **more: found)
+    monkeypatch.setattr("ptm_accel.opening.default_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(total_memory=8 << 20))
+    monkeypatch.setattr("ptm_accel.hardware.rates.disk_rates", lambda paths: [disk for _ in paths])
+    asked = ("plan", model, *ASKED, "--json", "--device_memory", "5MB", "--host_memory")
+    roomy = json.loads(RUNNER.invoke(cli.app, [*asked, "64MiB"]).output)
+    little = RUNNER.invoke(cli.app, [*asked, "4MiB"])
+    assert isinstance(little.exception, BudgetError)
+    said = re.fullmatch(
+        r"host_memory lacks (\S+ MiB) for .* give --disk .* --host_memory at least (\S+)\.", str(little.exception)
+    )
+    assert said is not None
+    assert RUNNER.invoke(cli.app, [*asked, said[2]]).exit_code == 0
+    spills = json.loads(RUNNER.invoke(cli.app, [*asked, "4MiB", "--disk", str(tmp_path)]).output)
+    missing = float(said[1].split()[0]) * 2**20
+    assert spills["step_s"] > roomy["step_s"] + missing / 1e9

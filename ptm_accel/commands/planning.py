@@ -14,11 +14,13 @@ from ptm_accel.commands.estimating import kept_by_layer
 from ptm_accel.commands.showing import show
 from ptm_accel.config import PTMConfig
 from ptm_accel.errors import BudgetError, ConfigError
-from ptm_accel.units import format_bytes, format_seconds, parse_bytes
+from ptm_accel.units import format_bytes, format_least, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
+    from ptm_accel.config import ResolvedConfig
     from ptm_accel.hardware.described import Hardware
     from ptm_accel.outlook import Outlook, Work
+    from ptm_accel.speeds import Speeds
 
 
 @asking
@@ -27,7 +29,7 @@ def plan(
     *,
     device_memory: Annotated[str | None, typer.Option("--device_memory", help="As the option; with a GPU.")] = None,
     host_memory: Annotated[str | None, typer.Option("--host_memory", help="As the option.")] = None,
-    disk: Annotated[str | None, typer.Option(help="As the option; a folder of this machine, without a GPU.")] = None,
+    disk: Annotated[str | None, typer.Option(help="As the option; a folder of this machine.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Prints JSON.")] = False,
 ) -> None:
     """Shows which layers would stay and which would leave, and the time of a step, here or on a described machine.
@@ -92,9 +94,32 @@ def _here(work: Work, asked: PTMConfig) -> tuple[Outlook, int | None]:
             "disk: without a GPU, layers that do not fit go to a disk; give --disk a folder on an SSD, or describe a "
             "machine with --gpu or --ram."
         )
-    on_device = resolved.device_bytes is not None
-    capacity = resolved.host_bytes if resolved.device_bytes is None else resolved.device_bytes
-    return outlook(work, capacity, speeds, counts_activations=on_device), resolved.device_bytes
+    if resolved.device_bytes is None:
+        return outlook(work, resolved.host_bytes, speeds, counts_activations=False), None
+    if resolved.disk_paths and work.estimate().whole_bytes > resolved.host_bytes:
+        # A run does not update on the CPU then: that would wait for the disk.
+        speeds = replace(speeds, host_params=None)
+    found = outlook(work, resolved.device_bytes, speeds, counts_activations=True)
+    return _in_ram_and_below(found, resolved, speeds), resolved.device_bytes
+
+
+def _in_ram_and_below(found: Outlook, resolved: ResolvedConfig, speeds: Speeds) -> Outlook:
+    """The step on a GPU with the RAM and the disk of this machine."""
+    from ptm_accel.hardware.profile import side_by_side
+    from ptm_accel.hardware.rates import disk_rates
+    from ptm_accel.outlook import overflowing
+
+    missing = found.away_bytes - resolved.host_bytes
+    if missing <= 0:
+        return found
+    rates = side_by_side(disk_rates(resolved.disk_paths)) if resolved.disk_paths else None
+    if rates is None:
+        raise BudgetError(
+            f"host_memory lacks {format_bytes(missing)} for what does not stay on the GPU; give --disk a folder on an "
+            f"SSD, or --host_memory at least {format_least(found.away_bytes)}."
+        )
+    assert speeds.link is not None, "a GPU without a link"
+    return overflowing(found, missing, speeds.link, rates)
 
 
 def _together(work: Work, recomputed: Any, device_bytes: int, borders: int) -> int:
