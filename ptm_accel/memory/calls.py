@@ -101,6 +101,28 @@ class _BackwardEnd:
         self._calls._backward_ended(self._task)
 
 
+class _BackwardOver:
+    """Calls a function once, at the end of a backward: its callbacks are not called after an exception."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call: Callable[[], None] | None = call
+
+    def __call__(self) -> None:
+        """The backward has ended well."""
+        call, self._call = self._call, None
+        if call is not None:
+            call()
+
+    def __del__(self) -> None:
+        self()
+
+
+def at_backward_end(call: Callable[[], None]) -> None:
+    """Has a function called when the backward that runs here has ended, well or by an exception."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(_BackwardOver(call))
+
+
 class Calls:
     """The call under way on the models that share tiers.
 

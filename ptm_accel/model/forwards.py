@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ptm_accel.memory.block import Pin
-from ptm_accel.memory.calls import Call
+from ptm_accel.memory.calls import Call, at_backward_end
 from ptm_accel.model.addresses import ExtentTable
 from ptm_accel.model.assignments import regroup, take_in
 from ptm_accel.model.away import bare
@@ -356,8 +356,8 @@ class Forwards:
             return False
         self._recomputed = frame
         if known is None:
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_recomputed)
+            # Code that has caught an exception finds no ordinary parameters, writes to which would be missed.
+            at_backward_end(self._end_recomputed)
         return True
 
     def _end_recomputed(self) -> None:

@@ -15,7 +15,8 @@ import ptm_accel
 from ptm_accel.engine import Engine
 from ptm_accel.errors import BudgetError, PagedModelError, StaleGraphError
 from tests.plain_loop import same_bits
-from tests.tiers import AMPLE, at_floor, needs, on_pages
+from tests.tiers import AMPLE, at_floor, in_groups, needs, on_pages
+from tests.zoo import ENTRIES, Entry, use_checkpointing
 
 WIDTH = 64
 
@@ -332,3 +333,43 @@ def test_data_that_finds_no_room_is_refused(tmp_path: Path) -> None:
             model[1].weight.data = torch.ones(64 * WIDTH, WIDTH)
         assert same_bits(model(inputs()), net(2)(inputs()))
         engine.check_integrity()
+
+
+class StopError(Exception):
+    """The user's own exception."""
+
+
+def break_off_backward(model: nn.Module, entry: Entry) -> None:
+    """A checkpointed layer has been recomputed when an exception ends the backward, which the caller of it catches."""
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise StopError
+
+    def watch(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = model.get_submodule("model.layers.1.mlp.down_proj").register_forward_hook(watch)
+    with pytest.raises(StopError):
+        model(**entry.batch_at(0)).loss.backward()
+    handle.remove()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["host+disk", "mock+host"])
+def test_writes_after_a_backward_that_was_broken_off_are_kept(kind: str, tmp_path: Path) -> None:
+    """The layer recomputed last had ordinary parameters until the next forward: a write to `data` was missed."""
+    entry = ENTRIES["llama-tied"]
+    plain, model = entry.build(), entry.build()
+    for each in (plain, model):
+        use_checkpointing(each, "non-reentrant")
+    break_off_backward(plain, entry)
+    floor, need = needs(model, tmp_path, kind)
+    with in_groups(), on_pages(model, kind, floor + (need - floor) // 3, tmp_path) as engine:
+        break_off_backward(model, entry)
+        assert not engine.pool.tenants.pinned()
+        for each in (plain, model):
+            for param in each.parameters():
+                param.data.mul_(0.5)
+        evict(engine)
+        values = model.state_dict()
+        assert all(same_bits(values[name], value) for name, value in plain.state_dict().items())
