@@ -66,7 +66,7 @@ def test_pages_leave_ram_by_their_next_use(tmp_path: Path, monkeypatch: pytest.M
     losses, read, missing = paged(tmp_path)
     assert losses == plain()
     with monkeypatch.context() as patched:
-        patched.setattr(FrameOrder, "end_step", lambda self: None)
+        patched.setattr(FrameOrder, "end_step", lambda self, model: None)
         again, by_last_use, _ = paged(tmp_path)
     assert again == losses
     assert 0 < read < 0.6 * by_last_use

@@ -3,21 +3,28 @@
 A training step uses pages in the same order as the step before it. So the next use of a page is where the step before
 used it next. Until a whole step has been seen under pressure, the least recently used page leaves first; that is the
 worst order for what each step comes by once, such as optimizer state.
+
+Of several models that train, the steps of one are the steps: between two of them the others come by as often each time.
 """
 
 from __future__ import annotations
 
+import weakref
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
 from ptm_accel.memory.frame_pages import FrameHandle, Page
 
-_MOST_USES = 1_000_000
-"""Uses after which what was seen so far counts as a step: a step of 1 TB has 100,000 of pages of 32 MiB."""
-
 Key = tuple[str, int]
 """A page of a handle, by the name of the handle and its place in it. Gradients get a new handle in each step."""
+
+_MOST_USES = 256
+"""So many uses of each page are noted in a step: there are runs without steps, such as inference."""
+
+_MOST_OTHERS = 8
+"""After so many steps of other models, a model trains no longer whose steps were the steps."""
 
 
 class FrameOrder:
@@ -32,9 +39,12 @@ class FrameOrder:
         # Least recently used first.
         self._pages: OrderedDict[Page, None] = OrderedDict()
         # Uses are numbered. Those of this step and of the one before, by page, each counted from its step's first use.
-        self._seen: dict[Key, list[int]] = {}
-        self._known: dict[Key, list[int]] = {}
+        self._seen: dict[Key, array[int]] = {}
+        self._known: dict[Key, array[int]] = {}
         self._now = self._begin = self._length = self._number = 0
+        # Whose steps are the steps, and how many others have ended since its last one.
+        self._leader: weakref.ref[object] | None = None
+        self._others = 0
         # Pages by next use, farthest first: (-next use, number, page). Only where the next use is `Page.due`, it is up
         # to date.
         self._farthest: list[tuple[int, int, Page]] = []
@@ -53,6 +63,7 @@ class FrameOrder:
         """The page has got a frame."""
         self._pages[page] = None
         if self._known:
+            page.due = self._due(page.key, len(self._seen.get(page.key, ())))
             self._push(page)
 
     def remove(self, page: Page) -> None:
@@ -62,29 +73,41 @@ class FrameOrder:
     def use(self, page: Page) -> None:
         """The page, which has a frame, is loaded from, stored to or changed in place."""
         self._pages.move_to_end(page)
-        if not self.learns:
+        if not self.learns or self._is_too_long():
             return
-        if self._now - self._begin >= _MOST_USES:
-            # No step has an end, as in evaluation: what is noted must not grow with time.
-            self.end_step()
-        places = self._seen.setdefault(page.key, [])
+        places = self._seen.setdefault(page.key, array("Q"))
         places.append(self._now - self._begin)
         self._now += 1
         if self._known:
             page.due = self._due(page.key, len(places))
             self._push(page)
 
-    def end_step(self) -> None:
-        """The uses since the last call are those of a step, which the next one repeats."""
-        if not self.learns:
+    def end_step(self, model: object) -> None:
+        """The uses since the last call are those of a step, which the next one repeats.
+
+        Args:
+            model: whose step it is; nothing happens unless its steps are the steps.
+        """
+        if not self.learns or not self._is_led_by(model):
             return
-        self._known, self._seen = self._seen, {}
-        self._begin, self._length = self._now, self._now - self._begin
+        # What was too long was no step alone: many evaluations, say.
+        if not self._is_too_long():
+            self._known, self._length = self._seen, self._now - self._begin
+        self._seen, self._begin = {}, self._now
         for page in self._pages:
             page.due = self._due(page.key, 0)
-        self._farthest = [(-page.due, number, page) for number, page in enumerate(self._pages)]
-        self._number = len(self._farthest)
-        heapify(self._farthest)
+        self._sort()
+
+    def _is_led_by(self, model: object) -> bool:
+        leader = self._leader() if self._leader is not None else None
+        if leader is None or self._others == _MOST_OTHERS:
+            self._leader, leader = weakref.ref(model), model
+        self._others = 0 if leader is model else self._others + 1
+        return leader is model
+
+    def _is_too_long(self) -> bool:
+        """Returns whether more has been used than is noted of a step."""
+        return self._now - self._begin >= _MOST_USES * (1 + len(self._seen))
 
     def _due(self, key: Key, count: int) -> int:
         """Returns the number of a page's next use, after so many in this step."""
@@ -95,8 +118,17 @@ class FrameOrder:
         return self._begin + (places[count] if count < len(places) else self._length + places[0])
 
     def _push(self, page: Page) -> None:
+        if len(self._farthest) > 4 * len(self._pages):
+            # Most of it is out of date. The page is among them.
+            self._sort()
+            return
         self._number += 1
         heappush(self._farthest, (-page.due, self._number, page))
+
+    def _sort(self) -> None:
+        self._farthest = [(-page.due, number, page) for number, page in enumerate(self._pages)]
+        self._number = len(self._farthest)
+        heapify(self._farthest)
 
     def leaving(self, keep: FrameHandle | None) -> Iterator[Page]:
         """Iterates over the pages that may leave, in order; none of a handle.
@@ -116,6 +148,8 @@ class FrameOrder:
                 met[page] = entry
                 if page.handle is not keep and page.may_leave():
                     yield page
+            # Ctrl-C, where it breaks off a change here, may have left some out.
+            yield from [p for p in self._pages if p not in met and p.handle is not keep and p.may_leave()]
         finally:
             # A page that leaves is no longer among `_pages` when its entry is met again.
             for entry in met.values():

@@ -246,10 +246,10 @@ class HostStore(FramedPages):
             for page, _, stop, at in into.spans(0, handle.nbytes):
                 self._to_frame(page, whole=True).view(0, stop).copy_(octets[at : at + stop])
 
-    def end_step(self) -> None:
-        """A step has ended, which the next one repeats: pages leave by their next use from then on."""
+    def end_step(self, model: object) -> None:
+        """A step of a model has ended, which the next one repeats: pages leave by their next use from then on."""
         with self._lock:
-            self._framed.end_step()
+            self._framed.end_step(model)
 
     @property
     def page_bytes(self) -> int:

@@ -237,7 +237,7 @@ class RunAhead(Following):
         self._evaluates = False
         self.evaluation(False)
         if isinstance(self._pool.backing, HostStore):
-            self._pool.backing.end_step()
+            self._pool.backing.end_step(self)
         if self.enabled:
             self._clock.begin_update()
 

@@ -187,7 +187,7 @@ def main() -> None:
     for ram in options.ram:
         FrameOrder.end_step = end_step  # type: ignore[method-assign]
         took = run(options, ram, "by next use")
-        FrameOrder.end_step = lambda self: None  # type: ignore[method-assign,assignment]
+        FrameOrder.end_step = lambda self, model: None  # type: ignore[method-assign,assignment]
         ratios.append(f"{ram:g} GB: {run(options, ram, 'least recently used first') / took:.2f}")
     print("\nTime of a step, least recently used to next use:", ", ".join(ratios))
 

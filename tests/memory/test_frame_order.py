@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -26,7 +27,7 @@ def steps_of(order: Sequence[int], frames: int, steps: int, *, learns: bool = Tr
             s.store(handles[number], number)
         reads.append(s.disk.reads - before)
         if learns:
-            s.backing.end_step()
+            s.backing.end_step(s)
     s.close()
     return reads
 
@@ -77,7 +78,7 @@ def test_a_step_that_differs_costs_reads_and_nothing_else() -> None:
             if rng.random() < 0.5:
                 values[handle] = rng.randrange(200)
                 s.store(handle, values[handle])
-        s.backing.end_step()
+        s.backing.end_step(s)
         s.backing.check_integrity()
     s.close()
 
@@ -95,7 +96,7 @@ def test_a_gradient_is_known_by_its_name() -> None:
             s.store(gradient, 2)
             s.load(gradient)
             s.backing.free(gradient)
-        s.backing.end_step()
+        s.backing.end_step(s)
 
     for _ in range(3):
         step()
@@ -104,6 +105,90 @@ def test_a_gradient_is_known_by_its_name() -> None:
     # A gradient's frame is the only one that changes hands; no page of a gradient is ever on the disk.
     assert s.disk.reads - before <= 2
     s.close()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_two_models_may_end_steps(together: bool) -> None:
+    """Each step of one was taken for a step of both: what the other had used in its own was not known."""
+    s = Setup(pages=16, slots=60)
+    models = (FrameOrder(), FrameOrder())
+    handles = [[s.new(1, f"{model}.p{number}") for number in range(12)] for model in range(2)]
+    for handle in (*handles[0], *handles[1]):
+        s.store(handle, 1)
+
+    def backward(own: list[FrameHandle]) -> None:
+        for handle in (*own[:6], *reversed(own[:6])):
+            s.load(handle)
+
+    def update(model: object, own: list[FrameHandle]) -> None:
+        s.backing.end_step(model)
+        for handle in own[6:]:
+            s.load(handle)
+            s.store(handle, 1)
+
+    before = 0
+    for number in range(10):
+        before = s.disk.reads if number == 3 else before
+        for model, own in zip(models, handles, strict=True):
+            backward(own)
+            if not together:
+                update(model, own)
+        for model, own in zip(models, handles, strict=True) if together else ():
+            update(model, own)
+    # Eight of 24 pages have no frame.
+    assert (s.disk.reads - before) / 7 <= 8 * 1.15 + 0.5
+    s.close()
+
+
+def test_steps_are_those_of_another_model_when_one_trains_no_longer() -> None:
+    order, (first, second) = FrameOrder(), pages_of(2)
+    one, other = FrameOrder(), FrameOrder()
+    order.learns = True
+    for page in (first, second):
+        order.add(page)
+    order.use(first)
+    order.end_step(one)
+    for _ in range(10):
+        order.use(second)
+        order.use(first)
+        order.end_step(other)
+    assert list(order.leaving(None)) == [first, second]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_uses_without_steps_do_not_pile_up(trained: bool) -> None:
+    order, pages = FrameOrder(), pages_of(4)
+    order.learns = True
+    for page in pages:
+        order.add(page)
+        order.use(page)
+    if trained:
+        order.end_step(order)
+    expected = [*reversed(pages)] if trained else pages
+    sizes = []
+    for _ in range(3):
+        for _ in range(1000):
+            for page in pages:
+                order.use(page)
+        assert list(order.leaving(None)) == expected
+        sizes.append(sys.getsizeof(order._farthest) + sum(map(sys.getsizeof, order._seen.values())))
+    assert sizes[2] == sizes[0]
+    # That was no step: what is known of one stays.
+    order.end_step(order)
+    assert list(order.leaving(None)) == expected
+    assert not order._seen
+
+
+def test_a_page_that_ctrl_c_has_left_out_may_leave() -> None:
+    order, pages = FrameOrder(), pages_of(3)
+    order.learns = True
+    for page in pages:
+        order.add(page)
+        order.use(page)
+    order.end_step(order)
+    # Its new place was not noted any more.
+    pages[1].due += 1
+    assert list(order.leaving(None)) == [pages[2], pages[0], pages[1]]
 
 
 def pages_of(count: int) -> list[Page]:
@@ -121,7 +206,7 @@ def test_nothing_is_noted_before_a_page_had_to_leave() -> None:
         order.add(page)
         order.use(page)
     order.use(first)
-    order.end_step()
+    order.end_step(order)
     assert list(order.leaving(None)) == [second, first]
     assert first.due == second.due == 0
 
@@ -134,7 +219,7 @@ def test_all_that_may_leave_is_met_once_and_stays_in_order() -> None:
             if page not in list(order):
                 order.add(page)
             order.use(page)
-        order.end_step()
+        order.end_step(order)
     order.use(pages[0])
     expected = [pages[0], *reversed(pages[1:])]
     assert list(order.leaving(None)) == expected
@@ -144,17 +229,3 @@ def test_all_that_may_leave_is_met_once_and_stays_in_order() -> None:
     assert next(iter(order.leaving(pages[0].handle))) is pages[3]
     order.remove(pages[3])
     assert list(order.leaving(None)) == [pages[0], pages[2], pages[1]]
-
-
-def test_what_is_noted_does_not_grow_where_no_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ptm_accel.memory.frame_order._MOST_USES", 40)
-    order, pages = FrameOrder(), pages_of(4)
-    order.learns = True
-    for page in pages:
-        order.add(page)
-    for _ in range(100):
-        for page in pages:
-            order.use(page)
-    assert sum(len(places) for places in order._seen.values()) <= 40
-    assert len(order._farthest) <= 44
-    assert list(order.leaving(None)) == list(reversed(pages))
