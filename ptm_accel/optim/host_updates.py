@@ -161,14 +161,10 @@ class HostUpdates:
         return min(self._window_elements, self._backing.page_bytes // widest)
 
     def _can_be_held(self, part: Part, step: int) -> bool:
-        block, nbytes = part.block, step * part.dtype.itemsize
-        cuts = self._backing.page_bytes % nbytes == 0 == nbytes % ALIGN_BYTES
-        return (
-            block.movable
-            and not block.pins
-            and block.place is not Place.BLANK
-            and (cuts or block.slot_bytes <= self._backing.page_bytes)
-        )
+        block, nbytes, page_bytes = part.block, step * part.dtype.itemsize, self._backing.page_bytes
+        # Where a wider tensor has many windows, a narrower one may have parts of its only page.
+        cuts = nbytes % ALIGN_BYTES == 0 and (page_bytes % nbytes == 0 or block.slot_bytes <= page_bytes)
+        return block.movable and not block.pins and block.place is not Place.BLANK and (cuts or block.nbytes <= nbytes)
 
     def _send_to_backing(self, tensor: Block) -> None:
         if tensor.place is Place.ARRIVING:

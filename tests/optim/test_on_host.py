@@ -215,16 +215,30 @@ def test_some_here_and_some_there(tmp_path: Path, taken: list[str]) -> None:
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_masters(accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: list[str]) -> None:
     monkeypatch.setattr(RunAhead, "updates_on_host", lambda self, name: True)
-    recipe = Recipe(accumulation=accumulation, clip=0.1)
-    entry = narrowed(ENTRIES["llama"])
+    check_masters("llama", "mock+host", OPTIONS, Recipe(accumulation=accumulation, clip=0.1), tmp_path)
+    assert taken
+
+
+def test_masters_have_more_pages_than_their_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: list[str]
+) -> None:
+    """Windows of a bf16 parameter on one page of the least size would begin within that page."""
+    monkeypatch.setattr(RunAhead, "updates_on_host", lambda self, name: True)
+    options = {"page_size": 4 << 10, "host_bytes": 512 << 10}
+    check_masters("qwen3", "mock+host+disk", options, Recipe(), tmp_path)
+    assert taken
+    assert not any(name.endswith("k_proj.weight") for name in taken)
+
+
+def check_masters(name: str, kind: str, options: dict[str, Any], recipe: Recipe, directory: Path) -> None:
+    entry = narrowed(ENTRIES[name])
     oracle = train_with_masters(entry.build(), entry, recipe)
     model = entry.build()
-    options: dict[str, Any] = {"master_weights": "fp32", **OPTIONS}
-    budget = budget_bytes("30%", *needs(model, tmp_path, **options))
-    with on_pages(model, "mock+host", budget, tmp_path, **options) as engine:
+    page = {"page_size": options["page_size"], "master_weights": "fp32"}
+    budget = budget_bytes("30%", *needs(model, directory, **page))
+    with on_pages(model, kind, budget, directory, **{**options, **page}) as engine:
         paged = train_entry(model, entry, recipe, engine)
     assert_same(paged, oracle)
-    assert taken
 
 
 @pytest.mark.thinned(1)
