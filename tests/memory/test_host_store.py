@@ -738,7 +738,7 @@ def test_integrity_sees_states_and_frames_that_disagree() -> None:
     s.close()
 
 
-WHAT = ["new", "new", "free", "store", "store", "load", "load", "load", "snapshot"]
+WHAT = ["new", "new", "free", "store", "store", "load", "load", "load", "snapshot", "end of step"]
 STEP = st.tuples(st.sampled_from(WHAT), st.integers(0, 2**20))
 
 
@@ -757,6 +757,8 @@ def check_against_bytes(s: Setup, steps: Sequence[tuple[str, int]]) -> None:
             source = s.block(handle.nbytes)
             source.zero_()
             running.append((s.backing.store(handle, 0, source), source, None))
+        elif what == "end of step":
+            s.backing.end_step(s)
         elif oracle:
             handle = list(oracle)[pick % len(oracle)]
             units = handle.nbytes // UNIT
