@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -55,6 +56,7 @@ class _RunningForward:
         fused: its module has no hook that would end it: it is over where the next hook is called.
         caches: autocast kept what it casts before this forward, and does not in it.
         covered: modules under it whose forwards need no frame: all their parameters are pinned here.
+        task: of autograd, in which it began; -1 outside of backward.
     """
 
     module: nn.Module
@@ -67,6 +69,7 @@ class _RunningForward:
     fused: bool = False
     caches: bool = False
     covered: Collection[nn.Module] = ()
+    task: int = field(default_factory=torch._C._current_graph_task_id)
 
 
 def shapes_of(args: Any, kwargs: Any) -> tuple[tuple[int, ...], ...]:
@@ -136,6 +139,7 @@ class Forwards:
         self._owned: weakref.WeakSet[ParamSlot] = weakref.WeakSet()
         self._owner_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._recomputed: _RunningForward | None = None
+        self._backward = -1
         self._running = _Stack()
         self._refuse = refusal(regions.name_of)
 
@@ -310,11 +314,21 @@ class Forwards:
                 # Code that calls parts of the model itself, such as the layers and then the head.
                 part = self._regions.name_of(module)
                 self._executor.gathers.begin((part, module.training, torch.is_grad_enabled()))
-            if self.beginning is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            task = torch._C._current_graph_task_id()
+            if self.beginning is not None and torch.is_grad_enabled() and task == -1:
                 self.beginning()
+            if task not in (-1, self._backward):
+                at_backward_end(partial(self._end_broken_off, task))
+                self._backward = task
         except BaseException:
             calls.end()
             raise
+
+    def _end_broken_off(self, task: int) -> None:
+        """Ends recomputation that Ctrl-C has broken off, when its backward has ended."""
+        frames = self._running.frames
+        while frames and frames[-1].task == task:
+            self._pop()
 
     def _enter_group(self, frame: _RunningForward) -> bool:
         """Pins the group of a repeated block for all of its forward, if nothing in there asks for more care."""
@@ -428,12 +442,15 @@ class Forwards:
             torch.set_autocast_cache_enabled(True)
         if frame.bared is not None:
             frame.bared.restore()
-        if frame.suspended is not None:
+        # With a backward that was broken off, torch has taken off what was put on in it.
+        lasts = frame.task in (-1, torch._C._current_graph_task_id())
+        if frame.suspended is not None and lasts:
             frame.suspended.resume()
         if frame.casting is not None:
-            frame.casting.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             running.casting = False
-        if frame.saved is not None:
+            if lasts:
+                frame.casting.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if frame.saved is not None and lasts:
             frame.saved.__exit__(None, None, None)
         self.casts.leave()
         try:

@@ -373,3 +373,47 @@ def test_writes_after_a_backward_that_was_broken_off_are_kept(kind: str, tmp_pat
         evict(engine)
         values = model.state_dict()
         assert all(same_bits(values[name], value) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("reentrant", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_ctrl_c_in_recomputation_leaves_nothing_behind(autocast: bool, reentrant: str, tmp_path: Path) -> None:
+    """The next forward, or `abort`, took off a second time what recomputation had put on: an error of torch."""
+    entry = ENTRIES["llama-tied"]
+    plain, model = entry.build(), entry.build()
+
+    def backward(each: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss: torch.Tensor = each(**entry.batch_at(0)).loss
+        loss.backward()
+        return loss.detach()
+
+    def interrupted(each: nn.Module) -> None:
+        calls = []
+
+        def stop(module: nn.Module, args: object, output: object) -> None:
+            calls.append(module)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+
+        handle = each.get_submodule("model.layers.1.self_attn.o_proj").register_forward_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            backward(each)
+        handle.remove()
+        each.zero_grad()
+
+    for each in (plain, model):
+        use_checkpointing(each, reentrant)
+    interrupted(plain)
+    with at_floor(model, tmp_path) as engine:
+        interrupted(model)
+        assert not engine.pool.tenants.pinned()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert not torch.overrides._len_torch_function_stack()
+        for each in (plain, model):
+            for param in each.parameters():
+                param.data.mul_(0.5)
+        assert same_bits(backward(model), backward(plain))
+        engine.abort()
+        values = model.state_dict()
+        assert all(same_bits(values[name], value) for name, value in plain.state_dict().items())
