@@ -1,10 +1,10 @@
 """The order in which pages leave host frames: the page whose next use is farthest leaves first (Belady).
 
 A training step uses pages in the same order as the step before it. So the next use of a page is where the step before
-used it next. Until a whole step has been seen under pressure, the least recently used page leaves first; that is the
-worst order for what each step comes by once, such as optimizer state.
+used it next. Until a whole step has been seen in which pages had to leave, the least recently used page leaves first:
+the worst order for pages that each step uses once, such as optimizer state.
 
-Of several models that train, the steps of one are the steps: between two of them the others come by as often each time.
+Where several models train on the same tiers, a step lasts from one optimizer step of the first of them to its next.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Key = tuple[str, int]
 """A page of a handle, by the name of the handle and its place in it. Gradients get a new handle in each step."""
 
 _MOST_USES = 256
-"""So many uses of each page are noted in a step: there are runs without steps, such as inference."""
+"""Most uses that are noted in a step, for each page on average. Runs without steps, such as inference, have no end."""
 
 _MOST_OTHERS = 8
-"""After so many steps of other models, a model trains no longer whose steps were the steps."""
+"""After so many steps of other models in a row, another model leads: the first one no longer trains."""
 
 
 class FrameOrder:
@@ -42,7 +42,7 @@ class FrameOrder:
         self._seen: dict[Key, array[int]] = {}
         self._known: dict[Key, array[int]] = {}
         self._now = self._begin = self._length = self._number = 0
-        # Whose steps are the steps, and how many others have ended since its last one.
+        # The model that ends steps, and how many steps of others there were since its last one.
         self._leader: weakref.ref[object] | None = None
         self._others = 0
         # Pages by next use, farthest first: (-next use, number, page). Only where the next use is `Page.due`, it is up
@@ -86,11 +86,11 @@ class FrameOrder:
         """The uses since the last call are those of a step, which the next one repeats.
 
         Args:
-            model: whose step it is; nothing happens unless its steps are the steps.
+            model: whose step it is; nothing happens unless it leads.
         """
         if not self.learns or not self._is_led_by(model):
             return
-        # What was too long was no step alone: many evaluations, say.
+        # Too long for one step: there were evaluations in between, say.
         if not self._is_too_long():
             self._known, self._length = self._seen, self._now - self._begin
         self._seen, self._begin = {}, self._now
@@ -119,7 +119,7 @@ class FrameOrder:
 
     def _push(self, page: Page) -> None:
         if len(self._farthest) > 4 * len(self._pages):
-            # Most of it is out of date. The page is among them.
+            # Most entries are out of date. This page gets a new one too.
             self._sort()
             return
         self._number += 1
