@@ -196,6 +196,7 @@ class FramedPages:
     def _room(self, nbytes: int, tag: Tag, name: str, *, admitting: bool = False) -> Frame:
         """Returns a frame, freed by spilling if need be; refuses if there is none."""
         self._give_ended()
+        moves = 0
         while True:
             try:
                 return self._frames.take(nbytes, tag, name)
@@ -209,7 +210,11 @@ class FramedPages:
                 try:
                     self._spill(victims, admitting=admitting)
                 except BudgetError as full:
-                    if len(self._framed) == framed and not (self._free_a_slab() or self._free_a_place()):
+                    if len(self._framed) < framed:
+                        continue
+                    # Pages could move to and fro between places that are too small.
+                    moves += 1
+                    if moves > framed or not (self._free_a_slab() or self._free_a_place()):
                         raise self._no_room(nbytes, name, full) from full
 
     def _free_a_slab(self) -> bool:

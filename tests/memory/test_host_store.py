@@ -825,6 +825,17 @@ def test_small_pages_make_way_within_a_slab() -> None:
         s.close()
 
 
+def test_moves_that_make_no_room_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small pages moved to and fro for ever between slabs that were too small for a whole one."""
+    s = Setup(pages=2, slots=1)
+    for number in range(3):
+        s.store(s.new(1, f"p{number}"), number)
+    monkeypatch.setattr(s.backing, "_free_a_place", lambda: True)
+    with pytest.raises(BudgetError, match="cannot place 16384 B for more"):
+        s.backing._room(PAGE, Tag.STATE, "more", admitting=True)
+    s.close()
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=_CHECKS)
 @given(steps=st.lists(STEP, min_size=20, max_size=40), pages=st.integers(1, 5), slots=st.integers(2, 6))
 def test_any_use_over_the_real_disk(tmp_path: Path, steps: list[tuple[str, int]], pages: int, slots: int) -> None:
