@@ -212,7 +212,7 @@ class FramedPages:
                 except BudgetError as full:
                     if len(self._framed) < framed:
                         continue
-                    # Pages could move to and fro between places that are too small.
+                    # Pages could move back and forth between places that are too small.
                     moves += 1
                     if moves > framed or not (self._free_a_slab() or self._free_a_place()):
                         raise self._no_room(nbytes, name, full) from full

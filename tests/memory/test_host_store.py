@@ -826,7 +826,7 @@ def test_small_pages_make_way_within_a_slab() -> None:
 
 
 def test_moves_that_make_no_room_come_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small pages moved to and fro for ever between slabs that were too small for a whole one."""
+    """Small pages moved back and forth for ever between slabs that were too small for a whole one."""
     s = Setup(pages=2, slots=1)
     for number in range(3):
         s.store(s.new(1, f"p{number}"), number)
