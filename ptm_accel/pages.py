@@ -255,7 +255,7 @@ class Pages:
             return
         run_ahead.rates = metrics.rates = rates
         if disk is not None:
-            # Most transfers pass the disk as well; the planner corrects the rate by the use that it sees.
+            # As if all passed the disk; in fact what RAM lacks does. The planner corrects the rate by the use it sees.
             metrics.disk_rates = side_by_side(disk_rates(paths))
             run_ahead.rates = in_a_row([rates, metrics.disk_rates])
         trained = [slot.own for slot in self.slots if slot.param.requires_grad]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,47 +25,39 @@ def model_of() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
 
 
-def batches() -> list[torch.Tensor]:
-    return [torch.randint(0, 256, (1, 16), generator=torch.Generator().manual_seed(n)) for n in range(STEPS)]
-
-
-def plain() -> list[float]:
-    model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    losses = []
-    for ids in batches():
+def steps(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> Iterator[float]:
+    """Trains, and yields the loss of each step."""
+    for number in range(STEPS):
+        ids = torch.randint(0, 256, (1, 16), generator=torch.Generator().manual_seed(number))
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        yield loss.item()
+
+
+def adamw(model: LlamaForCausalLM) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
 def paged(directory: Path) -> tuple[list[float], float, float]:
     """Returns the losses, and the bytes that a step reads from the SSD and that there is no room for in RAM."""
-    model, losses, read = model_of(), [], []
+    model, losses, totals = model_of(), [], [0]
     with on_pages(model, "mock+host+disk", DEVICE, directory, host_bytes=HOST, page_size=16 << 10) as engine:
         engine.run_ahead.rates = LinkRates(2e8, 2e8, 4e8)
-        optimizer = engine.bind_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
         disk = engine.memory.disk
         assert disk is not None
-        for ids in batches():
-            before = disk.bytes_read
-            loss = model(input_ids=ids, labels=ids).loss
-            with engine.training.backward():
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            read.append(disk.bytes_read - before)
+        for loss in steps(model, engine.bind_optimizer(adamw(model))):
+            losses.append(loss)
+            totals.append(disk.bytes_read)
         away = sum(tensor.slot_bytes for tensor in engine.pool.tensors() if tensor.handle is not None)
-    return losses, sum(read[WARM_UP:]) / len(read[WARM_UP:]), away - HOST
+    return losses, (totals[-1] - totals[WARM_UP]) / (STEPS - WARM_UP), away - HOST
 
 
 def test_pages_leave_ram_by_their_next_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses, read, missing = paged(tmp_path)
-    assert losses == plain()
+    model = model_of()
+    assert losses == list(steps(model, adamw(model)))
     with monkeypatch.context() as patched:
         patched.setattr(FrameOrder, "end_step", lambda self, model: None)
         again, by_last_use, _ = paged(tmp_path)

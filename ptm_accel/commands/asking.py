@@ -50,7 +50,6 @@ class Asked:
     cpu: Annotated[
         str | None, typer.Option(help="Without --gpu, the rate of the CPU: 1TFLOPS. By default measured here.")
     ] = None
-
     network: Annotated[
         str | None,
         typer.Option(help="To each process from the others: 12.5GB/s or 100Gb/s. By default NVLink, or as --link."),

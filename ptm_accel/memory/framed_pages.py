@@ -2,7 +2,7 @@
 
 Only the methods under "changes of state" change the state of a page. A page always has a frame or a slot on disk: so
 `HostStore.new` makes room or refuses, and a later `store` or `load` needs no more room in sum. A frame that it needs
-comes from the least recently used page.
+comes from the page that `FrameOrder` has leave first.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from ptm_accel.memory.mapping import FilePiece
 from ptm_accel.memory.pool import Pool
 from ptm_accel.memory.setup import Capacities, Memory, frame_bytes
 from ptm_accel.model import attach
-from ptm_accel.schedule.watch import LinkUse
+from ptm_accel.pages import _use_of_link
 
 from tests.card import Card  # isort: skip
 
@@ -71,6 +71,11 @@ class SimulatedSsd:
         self.budget = Budget(Tier.DISK, 1 << 40)
         self.read_bytes = self.written_bytes = 0
         self._bytes_s = bytes_s
+
+    @property
+    def busy_s(self) -> float:
+        """How long it has moved bytes."""
+        return DEVICE.busy["ssd"]
 
     def new(self, nbytes: int, tag: Tag, name: str) -> Reservation:
         return self.budget.reserve(nbytes, tag, name)
@@ -111,15 +116,6 @@ def memory_of(pages_bytes: int, ram_bytes: int, ssd: SimulatedSsd) -> Memory:
     return Memory(pool, budgets, None, [backing, tier, frames], device=tier)
 
 
-def use_of_link(memory: Memory) -> LinkUse:
-    """Bytes to and from the card, and the busy time of the slower of link and SSD."""
-    assert memory.device is not None
-    moved = memory.device.moved()
-    if DEVICE.busy["ssd"] > moved.busy_s:
-        return LinkUse(moved.in_bytes, moved.out_bytes, DEVICE.busy["ssd"])
-    return LinkUse(moved.in_bytes, moved.out_bytes, moved.busy_s, moved.both_s)
-
-
 def run(options: argparse.Namespace, ram: float, label: str) -> float:
     """Prints a row; returns the median of a step's seconds."""
     model = model_of(options.tokens)
@@ -129,7 +125,7 @@ def run(options: argparse.Namespace, ram: float, label: str) -> float:
     link, below = LINK_BYTES_S / SCALE, options.ssd * 1e9 / SCALE
     # As a run does with a disk below (`Pages._learn_rates`): the planner corrects the rates by the use that it sees.
     engine.run_ahead.rates = LinkRates(min(link, below), min(link, below), min(2 * link, below))
-    engine.run_ahead.link_use = partial(use_of_link, memory)
+    engine.run_ahead.link_use = partial(_use_of_link, memory.device, ssd)
     optimizer = engine.bind_optimizer(adamw(model))
     for _ in range(WARM_UP):
         step(model, optimizer, engine)
